@@ -1,0 +1,61 @@
+"""What the files at the root say about the distributions agrees with the folders."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MEMBERS = ["core", *sorted(f"plugins/{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))]
+
+#: What a distribution ships beside its package.
+FILES = ("README.md", "CHANGELOG.md", "LICENSE")
+
+
+def project(member: str) -> dict:
+    return tomllib.loads((ROOT / member / "pyproject.toml").read_text())["project"]
+
+
+def test_requirements_list_every_distribution_once():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    editable = [re.sub(r"\[.*\]$", "", line.removeprefix("-e ./")) for line in lines if line.startswith("-e")]
+    assert editable == MEMBERS
+
+
+def test_the_root_is_no_package_and_names_the_members():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "project" not in root
+    assert root["tool"]["uv"]["workspace"]["members"] == ["core", "plugins/*"]
+
+
+def test_tools_are_configured_at_the_root_only():
+    for member in MEMBERS:
+        tools = tomllib.loads((ROOT / member / "pyproject.toml").read_text()).get("tool", {})
+        assert set(tools) <= {"hatch"}, member
+
+
+def test_distributions_are_named_alike_and_complete():
+    for member in MEMBERS:
+        found = project(member)
+        name = "kvist" if member == "core" else "kvist-" + member.removeprefix("plugins/").strip("_").replace("_", "-")
+        assert found["name"] == name
+        assert found["requires-python"] == project("core")["requires-python"]
+        package = ROOT / member / "src" / name.replace("-", "_")
+        for path in (package / "__init__.py", package / "py.typed", *(ROOT / member / f for f in FILES)):
+            assert path.is_file(), path
+
+
+def test_plugins_depend_on_the_core_of_this_checkout_and_on_no_other_plugin():
+    major, minor = project("core")["version"].split(".")[:2]
+    wanted = f"kvist>={major}.{minor},<{major}.{int(minor) + 1}"
+    for member in MEMBERS[1:]:
+        ours = [line for line in project(member)["dependencies"] if line.startswith("kvist")]
+        assert ours == [wanted], member
+
+
+def test_development_pins_torch_and_transformers_exactly():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    assert {"torch", "transformers"} <= {pin.partition("==")[0] for pin in pins}
