@@ -1,0 +1,42 @@
+"""The core's own plugin: the attention backends that need nothing beside torch.
+
+No cache manager is here, because the core knows no model; a family's plugin brings it.
+"""
+
+from __future__ import annotations
+
+from kvist.hookspecs import hookimpl
+from kvist.records import ANY, AttentionBackendInfo
+
+KVIST_SPEC = (1, 0)
+
+_INSTALL_HINT = "pip install 'kvist[torch]'"
+_GQA_FEATURES = frozenset({"window", "sink_tokens", "sink_logits", "softcap"})
+
+
+@hookimpl
+def kvist_attention_backends() -> list[AttentionBackendInfo]:
+    """The reference, which runs anywhere, and the backend that is fast on a CPU."""
+    return [
+        AttentionBackendInfo(
+            name="torch-reference",
+            factory="kvist.attention.reference:ReferenceBackend",
+            devices=(ANY,),
+            dtypes=(ANY,),
+            families=("gqa",),
+            features=_GQA_FEATURES,
+            install_hint=_INSTALL_HINT,
+            requires=("torch",),
+        ),
+        AttentionBackendInfo(
+            name="cpu",
+            factory="kvist.attention.cpu:CpuBackend",
+            devices=("cpu",),
+            dtypes=("float32", "bfloat16", "float16"),
+            families=("gqa",),
+            features=_GQA_FEATURES,
+            priority=10,
+            install_hint=_INSTALL_HINT,
+            requires=("torch",),
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""What the docs say about plugins agrees with the code, and what they show works."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvist import hookspecs, records
+from kvist.plugins import discovery, load, plan
+from kvist.registry import Registry
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+REFERENCE = (ROOT / "docs" / "reference" / "plugins.md").read_text()
+
+
+def section(heading: str) -> str:
+    return REFERENCE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def code_in_tables(text: str) -> set[str]:
+    """Names in backticks in the first column of tables."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_the_hooks():
+    hooks = {name: inspect.signature(hook) for name, hook in inspect.getmembers(hookspecs) if name.startswith("kvist_")}
+    assert code_in_tables(section("Hooks")) == {f"{name}({', '.join(hooks[name].parameters)})" for name in hooks}
+    assert f"now `{hookspecs.SPEC_VERSION}`" in section("Hooks")
+
+
+@pytest.mark.parametrize("kind", [records.CacheManagerInfo, records.AttentionBackendInfo, records.TransceiverInfo])
+def test_the_fields_of_the_records(kind):
+    (table,) = re.findall(rf"\| `{kind.__name__}` \| \|\n(?:\|.*\n)+", section("Records"))
+    assert code_in_tables(table) - {kind.__name__} == {field.name for field in attrs.fields(kind)}
+
+
+def test_the_statuses_and_variables():
+    assert code_in_tables(section("Statuses")) == set(typing.get_args(discovery.Status))
+    assert code_in_tables(section("Variables")) == {
+        discovery.ALLOW_VARIABLE,
+        discovery.DENY_VARIABLE,
+        discovery.STRICT_VARIABLE,
+    }
+
+
+def test_the_features_of_the_built_in_backends():
+    for entry in Registry(load(plan({}))).attention_backends.values():
+        if entry.plugin.name == "builtin":
+            assert all(f"`{feature}`" in section("Records") for feature in entry.info.features)
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in DOCS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).is_file(), f"{page}: {target}"
+
+
+def test_the_plugin_of_the_how_to_is_a_plugin():
+    page = (ROOT / "docs" / "how-to" / "write-a-plugin.md").read_text()
+    entry_module, _, command = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, typing.Any] = {}
+    exec(entry_module, names)
+    (info,) = names["kvist_cache_managers"]()
+    assert (info.name, names["KVIST_SPEC"]) == ("mamba", hookspecs.SPEC_VERSION)
+    exec(command, names)
+    assert names["command"]("you") is None
