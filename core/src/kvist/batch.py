@@ -1,0 +1,92 @@
+"""Sequences that advance by one token a step, at a cost that follows block crossings instead of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvist.errors import StateError
+from kvist.sequence import Sequence
+from kvist.step import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class DecodeBatch:
+    """Rows that each compute exactly one token in every step planned with ``decode=batch``.
+
+    A row needs a page once per block, so rows are filed by the tick at which they cross into a new block, and a step
+    looks at the due ones only. Made by ``manager.decode_batch()``.
+    """
+
+    def __init__(self, block_tokens: int, changed: Callable[[], None]) -> None:
+        self.block_tokens = block_tokens
+        #: Row order of the batch's part of a step. Read only.
+        self.sequences: list[Sequence] = []
+        self.ticks = 0
+        self.in_flight = False
+        self._changed = changed
+        self.slots: IntArray = np.empty(0, np.int32)
+        #: Computed tokens of each row.
+        self.lengths: IntArray = np.empty(0, np.int32)
+        self.ones: IntArray = np.empty(0, np.int32)
+        self._wheel: list[list[Sequence]] = [[] for _ in range(block_tokens)]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def join(self, sequence: Sequence) -> None:
+        """Add a sequence as the last row. Raises StateError while a step is in flight, or if it is in a batch."""
+        self._require_idle("join()")
+        if sequence.closed or sequence.in_flight or sequence.batch is not None:
+            raise StateError(
+                "join() needs an open sequence that is in no batch and no step",
+                hint="complete the step first, or leave the other batch",
+            )
+        if sequence.partial is not None or (
+            sequence.computed % self.block_tokens and sequence.block_count * self.block_tokens <= sequence.computed
+        ):
+            raise StateError(
+                "join() of a sequence that has no page for its next token yet",
+                hint="compute its first token with a Run, then join",
+            )
+        self.slots = np.append(self.slots, np.int32(sequence.slot))
+        self.lengths = np.append(self.lengths, np.int32(sequence.computed))
+        self.ones = np.ones(len(self.slots), np.int32)
+        self.sequences.append(sequence)
+        self._wheel[(self.ticks - sequence.computed) % self.block_tokens].append(sequence)
+        sequence.joined_tick = self.ticks
+        sequence.batch = self
+        self._changed()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence; the rows after it move up. Raises StateError while a step is in flight."""
+        self._require_idle("leave()")
+        if sequence.batch is not self:
+            raise StateError("leave() of a sequence that is not in this batch")
+        computed = sequence.computed
+        self._wheel[(self.ticks - computed) % self.block_tokens].remove(sequence)
+        row = self.sequences.index(sequence)
+        del self.sequences[row]
+        self.slots = np.delete(self.slots, row)
+        self.lengths = np.delete(self.lengths, row)
+        self.ones = np.ones(len(self.slots), np.int32)
+        sequence.rebase(computed)
+        self._changed()
+
+    def at_boundary(self) -> list[Sequence]:
+        """Sequences whose computed length is a multiple of the block now: their next token opens a block."""
+        return self._wheel[self.ticks % self.block_tokens]
+
+    def tick(self, lengths: IntArray) -> None:
+        """For the manager: every row has computed one token more."""
+        self.ticks += 1
+        self.lengths = lengths
+
+    def _require_idle(self, call: str) -> None:
+        if self.in_flight:
+            raise StateError(
+                f"{call} while a step of this batch is in flight", hint="complete or cancel the step first"
+            )

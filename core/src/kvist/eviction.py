@@ -1,0 +1,106 @@
+"""Which published pages go when a plan needs more than is free. Decided on paper first; nothing moves here."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvist.ledger import Ledger
+from kvist.prefix.extent import Extent
+from kvist.prefix.tree import PrefixTree
+from kvist.step import NO_PAGE, IntArray
+
+
+@attrs.frozen(eq=False)
+class Victim:
+    """A leaf extent that keeps its first ``keep_blocks`` blocks; 0 removes it."""
+
+    extent: Extent
+    keep_blocks: int
+
+
+def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[list[Victim], list[int]]:
+    """Least recently used leaves, cut from their ends, until ``needed[group]`` pages would be free in every group.
+
+    Returns the victims in the order in which they must go, and the pages each group would still lack. When anything
+    is lacking nothing should be evicted: the victims are then all there are.
+    """
+    arena = ledger.arena
+    short = arena.shortage(needed)
+    if not any(short):
+        return [], short
+    group_count = len(short)
+    freed: list[IntArray] = [np.empty(0, np.int32)] * group_count
+    victims: list[Victim] = []
+    looked_at: list[Extent] = []
+    gone: dict[int, int] = {}
+    # Parents whose children would all be gone, by last use.
+    uncovered: list[tuple[int, int, Extent]] = []
+    leaves = tree.leaves()
+    leaf = next(leaves, None)
+    while any(short):
+        if uncovered and (leaf is None or uncovered[0][0] <= leaf.last_used):
+            extent = heapq.heappop(uncovered)[2]
+        elif leaf is not None:
+            extent, leaf = leaf, next(leaves, None)
+        else:
+            break
+        pages = extent.pages
+        idle = _idle_blocks(ledger, pages)
+        if not idle:
+            # Held to its end: offered again when the lease is released.
+            continue
+        looked_at.append(extent)
+        count = min(idle, _blocks_for(pages[:, pages.shape[1] - idle :], short, arena.fungible))
+        keep = pages.shape[1] - count
+        victims.append(Victim(extent, keep))
+        for group in range(group_count):
+            row = pages[group, keep:]
+            freed[group] = np.concatenate([freed[group], row[row != NO_PAGE]])
+        short = arena.shortage(needed, freed)
+        parent = extent.parent
+        if not keep and parent is not None and parent.parent is not None:
+            gone[id(parent)] = gone.get(id(parent), 0) + 1
+            if gone[id(parent)] == len(parent.children):
+                heapq.heappush(uncovered, (parent.last_used, len(victims), parent))
+    if leaf is not None:
+        looked_at.append(leaf)
+    for extent in looked_at:
+        tree.offer(extent)
+    return victims, short
+
+
+def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[int]:
+    """Remove the victims from the index and free their pages. Returns the pages freed per group."""
+    counts = [0] * len(ledger.leases)
+    for victim in victims:
+        removed = tree.truncate(victim.extent, victim.keep_blocks)
+        for group, row in enumerate(removed):
+            pages = row[row != NO_PAGE]
+            if len(pages):
+                ledger.unpublish(group, pages)
+                counts[group] += len(pages)
+    return counts
+
+
+def _idle_blocks(ledger: Ledger, pages: IntArray) -> int:
+    """Trailing blocks none of whose pages is leased."""
+    block_count = pages.shape[1]
+    held: npt.NDArray[np.bool_] = np.zeros(block_count, np.bool_)
+    for group, row in enumerate(pages):
+        # NO_PAGE reads the last page's count, and the second term discards it.
+        held |= (ledger.leases[group][row] > 0) & (row != NO_PAGE)
+    last_free = int(held[::-1].argmax())
+    return last_free if held[block_count - 1 - last_free] else block_count
+
+
+def _blocks_for(pages: IntArray, short: Sequence[int], fungible: bool) -> int:
+    """Trailing blocks that hold what is lacking: by group, or in sum when any page serves any group."""
+    present = np.cumsum((pages != NO_PAGE)[:, ::-1], axis=1)
+    if fungible:
+        return int(np.searchsorted(present.sum(axis=0), sum(short))) + 1
+    return max(int(np.searchsorted(present[g], lacking)) + 1 for g, lacking in enumerate(short) if lacking)

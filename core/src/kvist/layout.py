@@ -1,0 +1,226 @@
+"""From a cache spec to groups, page bytes and offsets: pure arithmetic, no memory, no torch.
+
+One page holds one block of one group, all layers of the group side by side. Every group's page divides the
+slab, so ``page id * page_bytes`` is a byte offset into the arena for every group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from kvist.errors import CapacityError, SpecError
+from kvist.spec import CacheSpec, Retention, Stream, ceil_div
+
+#: Pages start at multiples of this many bytes: a cache line, and a multiple of every element size.
+PAGE_ALIGNMENT = 64
+#: A slab of a multi-group arena aims at this part of the arena, within the bounds below.
+_SLABS_PER_ARENA = 128
+_SLAB_BYTES_MAX = 32 << 20
+
+
+class PageLayout(Protocol):
+    """How an attention backend arranges one stream's rows inside its part of a page.
+
+    The core sees bytes and the tag only: tiers store the tag in their key, peers compare it.
+    """
+
+    @property
+    def tag(self) -> str:
+        """Name and version of the arrangement; equal tags mean equal bytes."""
+
+    def part_bytes(self, stream: Stream, row_count: int) -> int:
+        """Bytes that ``row_count`` rows of ``stream`` take in one page, at least ``row_count * row_bytes``."""
+
+
+@attrs.frozen
+class RowMajor:
+    """Rows one after the other, as the spec describes them. The default arrangement."""
+
+    tag: str = "row-major-1"
+
+    def part_bytes(self, stream: Stream, row_count: int) -> int:
+        return row_count * stream.row.row_bytes
+
+
+@attrs.frozen
+class Part:
+    """One stream of one layer inside a page: ``byte_count`` bytes from ``offset``, ``row_count`` rows."""
+
+    layer_id: int
+    stream: Stream
+    offset: int
+    byte_count: int
+    row_count: int
+
+
+@attrs.frozen
+class Group:
+    """All streams with one retention. Groups live and die together, page by page.
+
+    index: position in :attr:`Layout.groups`, and in every per-group tuple of Kvist.
+    content_bytes: bytes in use per page; ``page_bytes - content_bytes`` is padding.
+    """
+
+    index: int
+    domain: str
+    retention: Retention
+    parts: tuple[Part, ...]
+    content_bytes: int
+    page_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For messages and tables, e.g. ``target/Window(tokens=512, sinks=0)``."""
+        return f"{self.domain}/{self.retention!r}"
+
+
+@attrs.frozen
+class Layout:
+    """Groups and sizes of one cache.
+
+    slab_bytes: the unit a group takes from the arena; a multiple of every group's page_bytes.
+    slab_count: slabs in the arena.
+    tag: the backend's page layout tag.
+    """
+
+    spec: CacheSpec
+    groups: tuple[Group, ...]
+    slab_bytes: int
+    slab_count: int
+    tag: str
+
+    @classmethod
+    def build(cls, spec: CacheSpec, memory_bytes: int, page_layout: PageLayout | None = None) -> Layout:
+        """Lay ``spec`` out in at most ``memory_bytes``.
+
+        Raises CapacityError when not even one page of each group fits beside the reserved one.
+        """
+        arrangement = page_layout or RowMajor()
+        contents = _contents(spec, arrangement)
+        sizes = [_align(size) for _, _, size in contents]
+        slab_bytes, page_bytes = _choose_slab(sizes, memory_bytes)
+        groups = tuple(
+            Group(index, spec.domain, retention, parts, size, page)
+            for index, ((retention, parts, size), page) in enumerate(zip(contents, page_bytes, strict=True))
+        )
+        layout = cls(spec, groups, slab_bytes, memory_bytes // slab_bytes, arrangement.tag)
+        layout._require_room(memory_bytes)
+        return layout
+
+    @property
+    def block_tokens(self) -> int:
+        return self.spec.block_tokens
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slab_bytes * self.slab_count
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a slab lost to padding, for the worst group."""
+        return max(1 - group.content_bytes / group.page_bytes for group in self.groups)
+
+    @property
+    def reuse_unit(self) -> int:
+        """Tokens between positions at which reuse can end: every stream has whole rows there."""
+        return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))
+
+    def page_capacity(self, group: Group) -> int:
+        """Pages ``group`` could hold if it had the whole arena. Slab 0, which holds every group's reserved page 0,
+        is not counted."""
+        return (self.slab_count - 1) * (self.slab_bytes // group.page_bytes)
+
+    def part(self, layer_id: int, stream_name: str) -> tuple[Group, Part]:
+        """Where a layer's stream lies. Raises SpecError when the spec has no such layer or stream."""
+        for group in self.groups:
+            for part in group.parts:
+                if part.layer_id == layer_id and part.stream.name == stream_name:
+                    return group, part
+        known = sorted({p.stream.name for g in self.groups for p in g.parts if p.layer_id == layer_id})
+        raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
+
+    def require_fit(self, length: int) -> None:
+        """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
+        slabs = 0
+        worst: tuple[float, Group, int] | None = None
+        for group in self.groups:
+            pages = sum(end - begin for begin, end in group.retention.live(length, self.block_tokens))
+            per_slab = self.slab_bytes // group.page_bytes
+            slabs += ceil_div(pages, per_slab)
+            if worst is None or pages / per_slab > worst[0]:
+                worst = pages / per_slab, group, pages
+        if slabs > self.slab_count - 1 and worst is not None:
+            _, group, pages = worst
+            raise CapacityError(
+                f"{length} tokens never fit: they need {slabs * self.slab_bytes} bytes ({pages} pages of group "
+                f"{group.name}) and the cache has {(self.slab_count - 1) * self.slab_bytes}",
+                hint="shorten the request or give the cache more memory",
+            )
+
+    def _require_room(self, memory_bytes: int) -> None:
+        needed = len(self.groups) + 1
+        if self.slab_count < needed:
+            raise CapacityError(
+                f"{memory_bytes} bytes cannot hold one page of each of the {len(self.groups)} group(s) beside the "
+                f"reserved page: {needed * self.slab_bytes} bytes are the least",
+                hint="give the cache more memory or use smaller blocks",
+            )
+
+
+def _contents(spec: CacheSpec, arrangement: PageLayout) -> list[tuple[Retention, tuple[Part, ...], int]]:
+    """Streams by retention, in order of first appearance, with their offsets and total bytes."""
+    grouped: dict[Retention, list[Part]] = {}
+    ends: dict[Retention, int] = {}
+    for layer in spec.layers:
+        for stream in layer.streams:
+            row_count = spec.block_tokens // stream.tokens_per_row
+            byte_count = arrangement.part_bytes(stream, row_count)
+            if byte_count < row_count * stream.row.row_bytes:
+                raise SpecError(
+                    f"page layout {arrangement.tag!r} gives layer {layer.id} stream {stream.name!r} {byte_count} bytes "
+                    f"for {row_count} rows of {stream.row.row_bytes} bytes"
+                )
+            # Parts start where any element type may start.
+            offset = ceil_div(ends.get(stream.retention, 0), 16) * 16
+            grouped.setdefault(stream.retention, []).append(Part(layer.id, stream, offset, byte_count, row_count))
+            ends[stream.retention] = offset + byte_count
+    return [(retention, tuple(parts), ends[retention]) for retention, parts in grouped.items()]
+
+
+def _align(size: int) -> int:
+    return ceil_div(size, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
+def _choose_slab(sizes: Sequence[int], memory_bytes: int) -> tuple[int, list[int]]:
+    """Slab bytes and padded page bytes with the least padding (worst group), then the smallest slab."""
+    largest = max(sizes)
+    if len(set(sizes)) == 1:
+        # Every group has the same page: a slab of one page splits the arena without waste.
+        return largest, list(sizes)
+    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX)
+    first = max(1, target // largest)
+    candidates = {largest * count for count in range(first, first + 64)}
+    exact = math.lcm(*sizes)
+    if exact <= 4 * target:
+        candidates.add(exact * max(1, target // exact))
+    best: tuple[float, int, list[int]] | None = None
+    for slab in sorted(candidates):
+        pages = [_padded(size, slab) for size in sizes]
+        padding = max(1 - size / page for size, page in zip(sizes, pages, strict=True))
+        if best is None or padding < best[0] - 1e-3:
+            best = (padding, slab, pages)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _padded(size: int, slab_bytes: int) -> int:
+    """The smallest aligned divisor of ``slab_bytes`` that is at least ``size``."""
+    units = slab_bytes // PAGE_ALIGNMENT
+    count = slab_bytes // size
+    while units % count:
+        count -= 1
+    return slab_bytes // count

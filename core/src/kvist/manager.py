@@ -1,0 +1,475 @@
+"""The cache manager: open, plan, commit, complete, close. Bookkeeping only; it names pages and touches no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvist.audit import faults_of
+from kvist.batch import DecodeBatch
+from kvist.errors import CapacityError, RequestError, StateError
+from kvist.eviction import Victim, choose_victims, evict
+from kvist.layout import Layout
+from kvist.ledger import Ledger
+from kvist.plan import Plan, Run, Shortage
+from kvist.prefix.match import Match, find
+from kvist.prefix.tree import Cursor, PrefixTree
+from kvist.publish import Publisher, RestorePolicy
+from kvist.sequence import Partial, Sequence, Tables, as_tokens
+from kvist.spec import Scope
+from kvist.stats import GroupStats, ManagerStats
+from kvist.step import NO_PAGE, IntArray, Step
+
+__all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "Sequence", "Shortage"]
+
+_DEFAULT_SCOPE = Scope()
+_NO_RUNS: list[Run] = []
+
+
+class CacheManager(Protocol):
+    """What an engine needs from a cache manager. One thread drives it; no call blocks.
+
+    Between ``plan`` and ``commit`` nothing may change; between ``commit`` and ``complete`` the step's sequences belong
+    to the step. Every method leaves everything unchanged when it raises.
+    """
+
+    layout: Layout
+
+    def open(self, tokens: npt.ArrayLike, scope: Scope = ...) -> Sequence:
+        """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
+
+        Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
+        """
+
+    def probe(self, tokens: npt.ArrayLike, scope: Scope = ...) -> int:
+        """Tokens that ``open`` would reuse now. Changes nothing."""
+
+    def decode_batch(self) -> DecodeBatch:
+        """A new, empty batch for sequences that advance one token a step."""
+
+    def plan(self, runs: Iterable[Run] = ..., decode: DecodeBatch | None = None) -> Plan:
+        """What the batch would need. Changes nothing. Rows of the step: ``decode``'s first, then runs of one query
+        token, then the others, each in the order given.
+
+        Raises StateError for sequences that are closed, in flight, in a batch or named twice, RequestError for a run
+        past the model's length.
+        """
+
+    def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
+        """The step's rows are written: advance lengths, publish, drop what is no longer read.
+
+        accepted: tokens that stay, for each run in row order (``decode`` rows always keep their one); ``None`` keeps
+        ``new_tokens`` of each run and no draft.
+        """
+
+    def cancel(self, step: Step) -> None:
+        """The step will not run or failed: its sequences are as before, but keep the pages they got."""
+
+    def close(self, sequence: Sequence) -> None:
+        """Publish what is committed, give every page back. Idempotent. During a step it takes effect at its end."""
+
+    def check(self) -> None:
+        """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""
+
+    def stats(self) -> ManagerStats:
+        """Numbers so far."""
+
+
+@attrs.define(eq=False)
+class _InFlight:
+    plan: Plan
+    #: Leased blocks that the step copies from.
+    sources: list[Partial]
+
+
+class PagedCacheManager:
+    """Implements :class:`CacheManager` for any mix of block-paged retentions on one arena.
+
+    layout: from ``Layout.build``; its arena is this manager's alone.
+    restore: where groups that drop blocks stay resumable.
+    """
+
+    def __init__(self, layout: Layout, restore: RestorePolicy | None = None) -> None:
+        for group in layout.groups:
+            if group.retention.exact:
+                raise CapacityError(
+                    f"group {group.name} keeps one state per sequence, which PagedCacheManager does not serve",
+                    hint="select a cache manager made for recurrent state",
+                )
+        self.layout = layout
+        self._block = layout.block_tokens
+        self._group_range = range(len(layout.groups))
+        self._ledger = Ledger(layout)
+        self._tree = PrefixTree(self._block, len(layout.groups))
+        self._tables = Tables(len(layout.groups))
+        self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, restore or RestorePolicy())
+        self._sequences: dict[int, Sequence] = {}
+        self._drops = [group for group in self._group_range if self._publisher.drops[group]]
+        self._in_flight: dict[int, _InFlight] = {}
+        self._closing: list[Sequence] = []
+        self._epoch = 0
+        self._step_count = 0
+        self._no_copies = tuple(np.empty((0, 2), np.int32) for _ in layout.groups)
+        self._evicted = [0] * len(layout.groups)
+        self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
+
+    def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
+        prompt = self._prompt(tokens)
+        match = find(self._tree, self.layout, scope, prompt)
+        slot = self._tables.acquire()
+        sequence = Sequence(self.layout, scope, slot, prompt)
+        self._claim(sequence, match)
+        self._sequences[slot] = sequence
+        self._epoch += 1
+        return sequence
+
+    def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
+        return find(self._tree, self.layout, scope, self._prompt(tokens)).length
+
+    def decode_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._block, self._changed)
+
+    def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
+        ordered = self._ordered(runs) if runs else _NO_RUNS
+        blocks = 0
+        for run in ordered:
+            sequence = run.sequence
+            blocks += max(0, sequence.blocks_for(sequence.computed + run.query_tokens) - sequence.block_count)
+        due: list[Sequence] = []
+        if decode is not None:
+            if decode.in_flight:
+                raise StateError("plan() of a decode batch whose step is in flight", hint="complete the step first")
+            due = decode.at_boundary()
+            if due:
+                due = [s for s in due if s.block_count * self._block <= s.computed]
+                blocks += len(due)
+        needed = [blocks] * len(self._group_range)
+        victims: list[Victim] = []
+        shortages: tuple[Shortage, ...] = ()
+        if blocks:
+            victims, short = choose_victims(self._tree, self._ledger, needed)
+            if any(short):
+                shortages = tuple(
+                    Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
+                    for group in self.layout.groups
+                    if short[group.index]
+                )
+        return Plan(decode, ordered, due, blocks, needed, victims, shortages, self._epoch, self._commit)
+
+    def _commit(self, plan: Plan) -> Step:
+        if plan.epoch != self._epoch:
+            raise StateError(
+                "this plan is stale: the manager changed after it was made", hint="plan again, then commit at once"
+            )
+        self._epoch += 1
+        if plan.victims:
+            for group, count in enumerate(evict(self._tree, self._ledger, plan.victims)):
+                self._evicted[group] += count
+        decode, runs = plan.decode, plan.runs
+        if plan.blocks:
+            self._ledger.arena.gather(plan.needed)
+        if plan.due:
+            self._open_blocks(plan.due)
+        flight = _InFlight(plan, [])
+        copies = self._no_copies
+        if runs:
+            self._grow(runs)
+            partial = [run.sequence for run in runs if run.sequence.partial is not None]
+            if partial:
+                copies = self._copies(partial, flight)
+        self._step_count += 1
+        self._in_flight[self._step_count] = flight
+        if decode is not None:
+            decode.in_flight = True
+            if not runs:
+                lengths, rows = decode.lengths + decode.ones, len(decode.ones)
+                return Step(self._step_count, decode.slots, decode.ones, lengths, rows, self._tables.views, copies)
+        slots = np.array([run.sequence.slot for run in runs], np.int32)
+        queries = np.array([run.query_tokens for run in runs], np.int32)
+        lengths = np.array([run.sequence.computed for run in runs], np.int32) + queries
+        decode_rows = int(np.count_nonzero(queries == 1))
+        for run in runs:
+            run.sequence.in_flight = True
+        if decode is not None:
+            slots = np.concatenate([decode.slots, slots])
+            queries = np.concatenate([decode.ones, queries])
+            lengths = np.concatenate([decode.lengths + decode.ones, lengths])
+            decode_rows += len(decode)
+        return Step(self._step_count, slots, queries, lengths, decode_rows, self._tables.views, copies)
+
+    def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
+        plan = self._flight(step).plan
+        runs = plan.runs
+        kept = [run.new_tokens for run in runs] if accepted is None else self._accepted(runs, accepted)
+        flight = self._in_flight.pop(step.id)
+        self._epoch += 1
+        self._completed += 1
+        decode = plan.decode
+        if decode is not None:
+            decode.in_flight = False
+            decode.tick(step.lengths[: len(decode)] if runs else step.lengths)
+            self._computed_tokens += len(decode)
+            if self._drops:
+                for sequence in decode.at_boundary():
+                    self._drop(sequence)
+        for run, count in zip(runs, kept, strict=True):
+            sequence = run.sequence
+            sequence.in_flight = False
+            sequence.advance(count)
+            self._computed_tokens += count
+            self._count_start(sequence)
+            self._publisher.publish(sequence, final=sequence.computed == sequence.prompt_length)
+            if self._drops:
+                self._drop(sequence)
+        for holder in flight.sources:
+            self._release_partial(holder)
+        if self._closing:
+            self._close_waiting()
+
+    def cancel(self, step: Step) -> None:
+        flight = self._flight(step)
+        del self._in_flight[step.id]
+        self._epoch += 1
+        if flight.plan.decode is not None:
+            flight.plan.decode.in_flight = False
+        for run in flight.plan.runs:
+            run.sequence.in_flight = False
+        for holder in flight.sources:
+            # The copy may not have happened: the next step repeats it.
+            holder.sequence.partial = holder
+        if self._closing:
+            self._close_waiting()
+
+    def close(self, sequence: Sequence) -> None:
+        if sequence.closed:
+            return
+        batch = sequence.batch
+        if sequence.in_flight or (batch is not None and batch.in_flight):
+            if not sequence.closing:
+                sequence.closing = True
+                self._closing.append(sequence)
+            return
+        if batch is not None:
+            batch.leave(sequence)
+        self._epoch += 1
+        if sequence.computed > sequence.reused:
+            self._count_start(sequence)
+        self._publisher.publish(sequence, final=True)
+        slot, blocks = sequence.slot, sequence.block_count
+        for group, table in enumerate(self._tables.arrays):
+            row = table[slot, :blocks]
+            self._ledger.release(group, row[row != NO_PAGE])
+        self._tables.release(slot, blocks)
+        if sequence.partial is not None:
+            self._release_partial(sequence.partial)
+        if sequence.tip is not None:
+            self._tree.touch(sequence.tip)
+        del self._sequences[slot]
+        sequence.closed = True
+
+    def free_pages(self, group: int) -> IntArray:
+        """Ids of all pages of a group that nobody holds or can find, e.g. to poison them in a test."""
+        return self._ledger.free_pages(group)
+
+    def shuffle_free_pages(self, rng: np.random.Generator) -> None:
+        """Hand out free pages in random order from now on, so that tests meet page tables of every kind."""
+        self._ledger.arena.shuffle(rng)
+        self._epoch += 1
+
+    def check(self) -> None:
+        partials = [s.partial for s in self._sequences.values() if s.partial is not None]
+        partials += [holder for flight in self._in_flight.values() for holder in flight.sources]
+        faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()), partials)
+        if faults:
+            raise AssertionError("; ".join(faults))
+
+    def stats(self) -> ManagerStats:
+        ledger = self._ledger
+        groups = tuple(
+            GroupStats(
+                group.name,
+                group.page_bytes,
+                self.layout.page_capacity(group),
+                ledger.free_count(group.index),
+                ledger.cached_count(group.index),
+                ledger.held_count[group.index],
+                ledger.held_peak[group.index],
+                self._evicted[group.index],
+            )
+            for group in self.layout.groups
+        )
+        return ManagerStats(
+            self._requests,
+            self._prompt_tokens,
+            self._reused_tokens,
+            self._computed_tokens,
+            self._completed,
+            len(self._sequences),
+            self._tree.extent_count,
+            groups,
+        )
+
+    def _changed(self) -> None:
+        self._epoch += 1
+
+    def _prompt(self, tokens: npt.ArrayLike) -> IntArray:
+        spec = self.layout.spec
+        prompt = as_tokens(tokens, spec.vocab_size)
+        if not len(prompt):
+            raise RequestError("the prompt is empty", hint="give at least one token")
+        if spec.max_tokens is not None and len(prompt) > spec.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the model takes at most {spec.max_tokens}",
+                hint="shorten the prompt",
+            )
+        self.layout.require_fit(len(prompt))
+        return prompt
+
+    def _claim(self, sequence: Sequence, match: Match) -> None:
+        """Take leases on what ``match`` found and set the sequence's lengths to it."""
+        length = match.length
+        if not length:
+            return
+        whole = length // self._block
+        self._tables.ensure_blocks(whole)
+        partial = [NO_PAGE] * len(self._group_range)
+        for group in self.layout.groups:
+            index = group.index
+            row = match.pages[index]
+            for low, high in group.retention.live(length, self._block):
+                pages = row[low:high]
+                self._ledger.lease(index, pages)
+                if high > whole:
+                    partial[index] = int(pages[-1])
+                    high -= 1
+                self._tables.arrays[index][sequence.slot, low:high] = row[low:high]
+        sequence.reused = length
+        sequence.advance(length)
+        sequence.block_count = whole
+        boundary = whole * self._block
+        for extent, matched in match.path:
+            if extent.start < boundary <= extent.start + matched:
+                # A claim that ends inside an extent splits it, so that only what was used counts as just used.
+                tip = self._tree.split_at(extent, whole - extent.start // self._block)
+                sequence.published = boundary
+                sequence.tip = tip
+                sequence.cursor = Cursor.at(tip, boundary)
+                self._tree.touch(tip)
+            if boundary < length <= extent.start + matched:
+                sequence.partial = Partial(sequence, partial, extent)
+                break
+
+    def _ordered(self, runs: Iterable[Run]) -> list[Run]:
+        """Runs of one query token first; every one checked."""
+        ordered = list(runs)
+        limit = self.layout.spec.max_tokens
+        seen = set()
+        for run in ordered:
+            sequence = run.sequence
+            if sequence.closed or sequence.closing:
+                raise StateError("plan() of a closed sequence", hint="open a new one")
+            if sequence.in_flight or sequence.batch is not None or sequence.slot in seen:
+                raise StateError(
+                    "plan() of a sequence that is in a step, in a decode batch, or twice in this plan",
+                    hint="complete its step first, and name each sequence once",
+                )
+            seen.add(sequence.slot)
+            end = sequence.computed + run.query_tokens
+            if run.new_tokens < 1 or run.drafts < 0:
+                raise RequestError(
+                    f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}): needs at least one new token"
+                )
+            if limit is not None and end > limit:
+                raise RequestError(
+                    f"a run to {end} tokens goes past the model's {limit}", hint="stop generating at the model's length"
+                )
+        return sorted(ordered, key=lambda run: run.query_tokens > 1)
+
+    def _open_blocks(self, due: list[Sequence]) -> None:
+        """One new page per group for each sequence."""
+        blocks = [sequence.block_count for sequence in due]
+        self._tables.ensure_blocks(max(blocks) + 1)
+        slots = [sequence.slot for sequence in due]
+        for group in self._group_range:
+            self._tables.arrays[group][slots, blocks] = self._ledger.allocate(group, len(due))
+        for sequence in due:
+            sequence.block_count += 1
+
+    def _grow(self, runs: list[Run]) -> None:
+        for run in runs:
+            sequence = run.sequence
+            first, end = sequence.block_count, sequence.blocks_for(sequence.computed + run.query_tokens)
+            if end > first:
+                self._tables.ensure_blocks(end)
+                for group in self._group_range:
+                    pages = self._ledger.allocate(group, end - first)
+                    self._tables.arrays[group][sequence.slot, first:end] = pages
+                sequence.block_count = end
+
+    def _copies(self, sequences: list[Sequence], flight: _InFlight) -> tuple[IntArray, ...]:
+        pairs: list[list[tuple[int, int]]] = [[] for _ in self._group_range]
+        for sequence in sequences:
+            holder = sequence.partial
+            assert holder is not None
+            block = sequence.computed // self._block
+            for group, source in enumerate(holder.pages):
+                if source != NO_PAGE:
+                    pairs[group].append((source, int(self._tables.arrays[group][sequence.slot, block])))
+            flight.sources.append(holder)
+            sequence.partial = None
+        return tuple(np.array(pair, np.int32).reshape(-1, 2) for pair in pairs)
+
+    def _flight(self, step: Step) -> _InFlight:
+        try:
+            return self._in_flight[step.id]
+        except KeyError:
+            raise StateError(
+                f"step {step.id} is not in flight", hint="complete or cancel each committed step once"
+            ) from None
+
+    def _accepted(self, runs: list[Run], accepted: SequenceOf[int]) -> list[int]:
+        kept = [int(count) for count in accepted]
+        if len(kept) != len(runs):
+            raise StateError(f"complete() got {len(kept)} accepted counts for {len(runs)} runs")
+        for run, count in zip(runs, kept, strict=True):
+            if not 0 <= count <= run.query_tokens:
+                raise StateError(f"complete() accepts {count} of {run.query_tokens} tokens")
+        return kept
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Release blocks that the groups do not read any more."""
+        length = sequence.computed
+        for group in self._drops:
+            table = self._tables.arrays[group][sequence.slot]
+            for low, high in self.layout.groups[group].retention.droppable(length, 0, self._block):
+                row = table[low:high]
+                pages = row[row != NO_PAGE]
+                if len(pages):
+                    self._ledger.release(group, pages)
+                    row[:] = NO_PAGE
+                    if sequence.tip is not None:
+                        self._tree.offer(sequence.tip)
+
+    def _release_partial(self, holder: Partial) -> None:
+        for group, page in enumerate(holder.pages):
+            if page != NO_PAGE:
+                self._ledger.release(group, np.array([page], np.int32))
+        self._tree.offer(holder.extent)
+
+    def _close_waiting(self) -> None:
+        waiting, self._closing = self._closing, []
+        for sequence in waiting:
+            sequence.closing = False
+            self.close(sequence)
+
+    def _count_start(self, sequence: Sequence) -> None:
+        if not sequence.started:
+            sequence.started = True
+            self._requests += 1
+            self._prompt_tokens += sequence.prompt_length
+            self._reused_tokens += sequence.reused

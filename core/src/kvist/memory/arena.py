@@ -1,0 +1,169 @@
+"""Which slab belongs to which group, and which pages of a group are free. Integers only, no bytes.
+
+Groups take slabs when they need pages; a slab whose pages are all free can go to another group. A group's page id
+times its page bytes is the byte offset in the arena, so ids stay below ``arena_bytes // page_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvist.layout import Layout
+from kvist.step import IntArray
+
+
+class Arena:
+    """Free pages of one tier. Mutated by ``take`` and ``give`` only; a page is free or taken, nothing else."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.pages_per_slab = [layout.slab_bytes // group.page_bytes for group in layout.groups]
+        self._slab_owner = np.full(layout.slab_count, -1, np.int32)
+        self._free = [np.empty(0, np.int32) for _ in layout.groups]
+        #: Free pages per group, slabs that no group owns not counted.
+        self.free_count = [0] * len(layout.groups)
+        # A stack, top at the end: slabs are handed out from the low end. Slab 0 holds every group's page 0, the
+        # reserved one, and is never handed out.
+        self._free_slabs = np.arange(layout.slab_count - 1, 0, -1, dtype=np.int32)
+        #: One slab is one page of every group: any freed page serves any group.
+        self.fungible = all(count == 1 for count in self.pages_per_slab)
+        if len(layout.groups) == 1:
+            # Nobody to share with: the only group owns every slab from the start.
+            self._add_slabs(0, len(self._free_slabs))
+
+    @property
+    def free_slab_count(self) -> int:
+        return len(self._free_slabs)
+
+    def free_pages(self, group: int) -> IntArray:
+        """A copy of the group's free page ids, without those of slabs that no group owns."""
+        return self._free[group][: self.free_count[group]].copy()
+
+    def unowned_pages(self, group: int) -> IntArray:
+        """Page ids that slabs owned by no group would give ``group``."""
+        return self._slab_pages(group, self._free_slabs)
+
+    def shortage(self, needed: Sequence[int], freed: Sequence[IntArray] | None = None) -> list[int]:
+        """Pages each group would still lack, slabs moving between groups included. Changes nothing."""
+        free = list(self.free_count)
+        if freed is not None:
+            free = [count + len(pages) for count, pages in zip(free, freed, strict=True)]
+        short = [max(0, want - have) for want, have in zip(needed, free, strict=True)]
+        if not any(short):
+            return short
+        slabs = len(self._free_slabs)
+        if len(free) > 1:
+            for group, lacking in enumerate(short):
+                if not lacking and free[group] > needed[group]:
+                    surplus = (free[group] - needed[group]) // self.pages_per_slab[group]
+                    if surplus:
+                        given = freed[group] if freed is not None else None
+                        slabs += min(surplus, len(self._empty_slabs(group, given)))
+        for group, lacking in enumerate(short):
+            used = min(slabs, -(-lacking // self.pages_per_slab[group]))
+            slabs -= used
+            short[group] = max(0, lacking - used * self.pages_per_slab[group])
+        return short
+
+    def gather(self, needed: Sequence[int]) -> None:
+        """Move slabs between groups until each has ``needed[group]`` free pages. The caller has made sure with
+        ``shortage`` that there are enough. All groups at once, before any takes a page out of an empty slab."""
+        for group, count in enumerate(needed):
+            lacking = count - self.free_count[group]
+            if lacking > 0:
+                self._add_slabs(group, -(-lacking // self.pages_per_slab[group]), needed)
+
+    def take(self, group: int, count: int) -> IntArray:
+        """``count`` page ids, now the caller's, from those gathered before."""
+        assert self.free_count[group] >= count
+        self.free_count[group] -= count
+        top = self.free_count[group]
+        return self._free[group][top : top + count].copy()
+
+    def give(self, group: int, pages: IntArray) -> None:
+        """Return pages taken before. Each page is given back once."""
+        count = self.free_count[group]
+        end = count + len(pages)
+        if end > len(self._free[group]):
+            grown = np.empty(max(end, 2 * len(self._free[group]), 64), np.int32)
+            grown[:count] = self._free[group][:count]
+            self._free[group] = grown
+        self._free[group][count:end] = pages
+        self.free_count[group] = end
+
+    def shuffle(self, rng: np.random.Generator) -> None:
+        """Hand out the free pages in random order from now on, so that tests meet every page table."""
+        for group, count in enumerate(self.free_count):
+            rng.shuffle(self._free[group][:count])
+        rng.shuffle(self._free_slabs)
+
+    def check(self) -> list[str]:
+        """Violated invariants in words; empty when all is well."""
+        faults = []
+        for group, stack in enumerate(self._free):
+            pages = stack[: self.free_count[group]]
+            name = self.layout.groups[group].name
+            if len(np.unique(pages)) != len(pages):
+                faults.append(f"{name}: a page is free twice")
+            if len(pages) and int(pages.min()) < self.pages_per_slab[group]:
+                faults.append(f"{name}: a reserved page is free")
+            if not (self._slab_owner[pages // self.pages_per_slab[group]] == group).all():
+                faults.append(f"{name}: a free page lies in another group's slab")
+        if (self._slab_owner[self._free_slabs] != -1).any():
+            faults.append("a free slab has an owner")
+        return faults
+
+    def owned_page_count(self, group: int) -> int:
+        """Pages in the slabs the group owns, free or taken."""
+        return int(np.count_nonzero(self._slab_owner == group)) * self.pages_per_slab[group]
+
+    def _slab_pages(self, group: int, slabs: IntArray) -> IntArray:
+        """Page ids of ``slabs``, in their order."""
+        per_slab = self.pages_per_slab[group]
+        pages: IntArray = (slabs[:, None] * per_slab + np.arange(per_slab, dtype=np.int32)).astype(np.int32).ravel()
+        return pages
+
+    def _add_slabs(self, group: int, count: int, needed: Sequence[int] = ()) -> None:
+        if len(self._free_slabs) < count:
+            self._reclaim(count - len(self._free_slabs), needed)
+        keep = len(self._free_slabs) - count
+        slabs, self._free_slabs = self._free_slabs[keep:], self._free_slabs[:keep]
+        self._slab_owner[slabs] = group
+        # Descending, so that ids come out ascending.
+        self.give(group, self._slab_pages(group, np.sort(slabs))[::-1])
+
+    def _empty_slabs(self, group: int, freed: IntArray | None = None) -> IntArray:
+        """Slabs of ``group`` whose pages are all free (once ``freed`` is)."""
+        pages = self._free[group][: self.free_count[group]]
+        if freed is not None and len(freed):
+            pages = np.concatenate([pages, freed])
+        per_slab = self.pages_per_slab[group]
+        if per_slab == 1:
+            return pages
+        counts = np.bincount(pages // per_slab, minlength=len(self._slab_owner))
+        return np.flatnonzero(counts == per_slab).astype(np.int32)
+
+    def _reclaim(self, count: int, needed: Sequence[int]) -> None:
+        """Take ``count`` empty slabs back from groups that have more free pages than they need, richest first."""
+        surplus = [
+            (free - want) // per_slab
+            for free, want, per_slab in zip(self.free_count, needed, self.pages_per_slab, strict=True)
+        ]
+        for group in sorted(range(len(surplus)), key=lambda g: -surplus[g]):
+            if surplus[group] <= 0:
+                break
+            slabs = self._empty_slabs(group)[-min(count, surplus[group]) :]
+            if not len(slabs):
+                continue
+            pages = self._free[group][: self.free_count[group]]
+            keep = pages[~np.isin(pages // self.pages_per_slab[group], slabs)]
+            self._free[group][: len(keep)] = keep
+            self.free_count[group] = len(keep)
+            self._slab_owner[slabs] = -1
+            self._free_slabs = np.concatenate([self._free_slabs, slabs])
+            count -= len(slabs)
+            if not count:
+                return
+        raise AssertionError("gather() without enough free slabs: the caller did not ask shortage() first")

@@ -1,0 +1,81 @@
+"""The bytes of an arena on a torch device, and typed views of them. The only core memory module that needs torch."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+from kvist.errors import SpecError
+from kvist.layout import Layout
+from kvist.step import Step
+
+
+class DeviceMemory:
+    """One torch storage for all groups of a layout; every stream is a strided view of it.
+
+    Owns the bytes. Views stay valid as long as this object lives. Never resized.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.device = torch.device(device)
+        # Zeroed once, so that every page is touched before the first step and no row ever holds NaN by accident.
+        if self.device.type == "cpu":
+            self.bytes = _host_bytes(layout.arena_bytes).zero_()
+        else:
+            self.bytes = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=self.device)
+
+    def view(self, layer_id: int, stream_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A stream as ``[page id, *shape]`` of ``dtype``, sharing memory with the arena.
+
+        ``shape`` is the arrangement of one page's part; it must not need more bytes than the page layout gave it.
+        Raises SpecError for an unknown stream or a shape that does not fit.
+        """
+        group, part = self.layout.part(layer_id, stream_name)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        needed = strides[0] * shape[0] * dtype.itemsize
+        if needed > part.byte_count:
+            raise SpecError(
+                f"layer {layer_id} stream {stream_name!r}: shape {shape} of {dtype} needs {needed} bytes, "
+                f"its part of a page has {part.byte_count}"
+            )
+        if group.page_bytes % dtype.itemsize or part.offset % dtype.itemsize:
+            raise SpecError(f"layer {layer_id} stream {stream_name!r}: pages are not aligned for {dtype}")
+        page_count = self.layout.arena_bytes // group.page_bytes
+        return self.bytes.view(dtype).as_strided(
+            (page_count, *shape), (group.page_bytes // dtype.itemsize, *strides), part.offset // dtype.itemsize
+        )
+
+    def pages(self, group_index: int) -> torch.Tensor:
+        """uint8 ``[page id, page_bytes]`` of one group: whole pages, all layers."""
+        page_bytes = self.layout.groups[group_index].page_bytes
+        return self.bytes.view(-1, page_bytes)
+
+    def apply(self, step: Step) -> None:
+        """Run the step's page copies. Call once per committed step, before the backend's ``begin``."""
+        for group_index, copies in enumerate(step.copies):
+            if len(copies):
+                pages = self.pages(group_index)
+                # A copy of the array: torch warns about sharing memory that is read-only.
+                pairs = torch.tensor(copies, dtype=torch.int64, device=self.device)
+                pages[pairs[:, 1]] = pages[pairs[:, 0]]
+
+
+def _host_bytes(count: int) -> torch.Tensor:
+    """uint8 ``[count]`` of the process's own memory, in huge pages where the system has them.
+
+    Pages of one sequence are scattered, so every few KiB a read begins at another address: with 4 KiB pages of memory
+    the translations alone cost a sixth of decode attention (`benchmarks/attention.py`).
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(count, dtype=torch.uint8)
+    # The tensor keeps the mapping alive, and the mapping goes with the last view.
+    mapping = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=count)

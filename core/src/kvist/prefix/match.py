@@ -1,0 +1,85 @@
+"""The deepest position at which every group can resume, found from the pages on a path of extents."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from kvist.layout import Layout
+from kvist.prefix.extent import Extent
+from kvist.prefix.tree import PrefixTree
+from kvist.spec import Retention, Scope, Spans
+from kvist.step import NO_PAGE, IntArray
+
+
+@attrs.frozen(eq=False)
+class Match:
+    """What a prompt can reuse.
+
+    length: tokens, the deepest restore point of all groups below the prompt's length.
+    known: leading tokens that are in the index at all; ``length < known`` means that a group had lost something.
+    limited_by: index of the group that shortened the match last, or ``None``.
+    pages: int32 ``[groups, blocks]`` of the first ``ceil(length / block_tokens)`` blocks, NO_PAGE where absent.
+    path: extents holding the matched tokens, root side first, with the tokens matched in each.
+    """
+
+    length: int
+    known: int
+    limited_by: int | None
+    pages: IntArray
+    path: list[tuple[Extent, int]]
+
+
+def find(tree: PrefixTree, layout: Layout, scope: Scope, tokens: IntArray) -> Match:
+    """Longest usable prefix of ``tokens``, at most ``len(tokens) - 1``: one token must remain to be computed.
+
+    Relies on retentions requiring at a shorter length nothing, among the blocks below it, that a longer length does
+    not require too. Changes nothing.
+    """
+    block = layout.block_tokens
+    path = tree.walk(scope, tokens)
+    group_count = len(layout.groups)
+    if not path:
+        return Match(0, 0, None, np.empty((group_count, 0), np.int32), path)
+    known = path[-1][0].start + path[-1][1]
+    length = min(known, len(tokens) - 1)
+    length -= length % layout.reuse_unit
+    pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
+    # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
+    # one is whole, so pieces always meet at block boundaries.
+    pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    limited_by: int | None = None
+    settled = False
+    while not settled and length:
+        settled = True
+        for group in layout.groups:
+            fitting = _resumable(group.retention, pages[group.index], length, block)
+            fitting -= fitting % layout.reuse_unit
+            if fitting < length:
+                length, limited_by, settled = fitting, group.index, False
+    return Match(length, known, limited_by, pages[:, : -(-length // block)], path)
+
+
+def _resumable(retention: Retention, pages: IntArray, length: int, block: int) -> int:
+    """The largest length up to ``length`` whose required blocks are all present in ``pages``."""
+    last_gap: int | None = None
+    while length:
+        gap = _last_missing(pages, retention.required(length, block))
+        if gap is None:
+            return length
+        length = gap * block
+        if last_gap is not None and gap == last_gap - 1:
+            # Two neighbours missing: whatever needs the block before it fails all through this run of absent blocks.
+            present = np.flatnonzero(pages[:gap] != NO_PAGE)
+            length = (int(present[-1]) + 1) * block if len(present) else 0
+            gap = length // block
+        last_gap = gap
+    return 0
+
+
+def _last_missing(pages: IntArray, spans: Spans) -> int | None:
+    for begin, end in reversed(spans):
+        part = pages[begin:end]
+        if len(part) and int(part.min()) == NO_PAGE:
+            return begin + int(np.flatnonzero(part == NO_PAGE)[-1])
+    return None

@@ -1,0 +1,254 @@
+"""The tree of extents: finding, inserting and removing token runs. Knows page ids, but not who holds them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from kvist.prefix.extent import Extent, order_key
+from kvist.spec import Scope
+from kvist.step import IntArray
+
+
+@attrs.define(eq=False)
+class Cursor:
+    """A remembered position: the first ``length`` tokens, whole blocks, of some sequence end in ``extent`` or at its end.
+
+    Valid while the extent lives and its version is unchanged, because then those tokens are still there.
+    """
+
+    extent: Extent
+    version: int
+    length: int
+
+    @classmethod
+    def at(cls, extent: Extent, length: int) -> Cursor | None:
+        """The position ``length`` on the path to ``extent``, or None at a root: a walk from there sees every child."""
+        while extent.parent is not None and extent.start >= length:
+            extent = extent.parent
+        return None if extent.parent is None else cls(extent, extent.version, length)
+
+    @property
+    def valid(self) -> bool:
+        extent = self.extent
+        return extent.alive and extent.version == self.version and extent.start < self.length <= extent.end
+
+
+@attrs.define(eq=False)
+class Inserted:
+    """What :meth:`PrefixTree.insert` did.
+
+    tip: the deepest extent that holds tokens of the sequence.
+    replaced: pages ``[groups, n]`` that were the tail block of an extent and are not in the tree any more.
+    covered_blocks: leading blocks that were known before; their pages may differ from the ones offered.
+    added: block ordinals ``[begin, end)`` that are new in the tree, with the pages offered.
+    """
+
+    tip: Extent
+    replaced: IntArray
+    covered_blocks: int
+    added: tuple[int, int]
+
+
+class _Root(Extent):
+    """Where all token runs of one scope begin."""
+
+    __slots__ = ("scope",)
+    scope: Scope
+
+
+class PrefixTree:
+    """Extents of one cache, one root per scope. Exact token comparison, no hashing.
+
+    A path from a root spells token runs; an extent's block belongs to every longer path through it. Mutating calls
+    say so; the caller keeps the ledger in step with the pages they report.
+    """
+
+    def __init__(self, block_tokens: int, group_count: int) -> None:
+        self.block_tokens = block_tokens
+        self.group_count = group_count
+        self.roots: dict[Scope, _Root] = {}
+        self.extent_count = 0
+        self._clock = 0
+        self._push_count = 0
+        #: Leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
+        self.candidates: list[tuple[int, int, Extent]] = []
+
+    def walk(self, scope: Scope, tokens: IntArray, start: Cursor | None = None) -> list[tuple[Extent, int]]:
+        """The longest known run of leading ``tokens``: ``(extent, tokens matched in it)``, root side first.
+
+        With a valid ``start`` only the extents from its own on are listed. Changes nothing.
+        """
+        block = self.block_tokens
+        path: list[tuple[Extent, int]] = []
+        node: Extent
+        if start is not None:
+            node, matched = start.extent, start.length - start.extent.start
+        else:
+            root = self.roots.get(scope)
+            if root is None:
+                return path
+            node, matched = root, 0
+        position = node.start + matched
+        total = len(tokens)
+        while True:
+            count = min(node.length - matched, total - position)
+            if count:
+                differs = node.tokens[matched : matched + count] != tokens[position : position + count]
+                same = int(differs.argmax())
+                if not differs[same]:
+                    same = count
+                matched += same
+                position += same
+            if node.parent is not None:
+                path.append((node, matched))
+            if matched < node.length or node.length % block or position == total or not node.children:
+                return path
+            child = node.children.get(order_key(tokens[position : position + block]))
+            if child is None:
+                closest = node.closest_child(tokens[position:])
+                if closest is not None:
+                    path.append(closest)
+                return path
+            node, matched = child, 0
+
+    def split_at(self, extent: Extent, block_count: int) -> Extent:
+        """Make ``block_count`` blocks of ``extent`` an extent of their own and return it. Mutates the tree."""
+        if block_count >= extent.block_count:
+            return extent
+        self.extent_count += 1
+        return extent.split(block_count)
+
+    def insert(self, scope: Scope, tokens: IntArray, pages: IntArray, start: Cursor | None = None) -> Inserted:
+        """Add ``tokens`` with their ``pages`` ``[groups, blocks]``; known blocks keep their own pages. Mutates.
+
+        An open last block that is already covered by a longer or equal run is left out; one that a known open block
+        is a prefix of replaces that block.
+        """
+        block = self.block_tokens
+        none = np.empty((self.group_count, 0), np.int32)
+        path = self.walk(scope, tokens, start)
+        node: Extent = path[-1][0] if path else self._root(scope)
+        known = node.start + path[-1][1] if path else 0
+        if known == len(tokens):
+            return Inserted(node, none, known // block, (known // block, known // block))
+        first = known // block
+        rest, rest_pages = tokens[first * block :], pages[:, first:]
+        replaced = none
+        if node.parent is not None and known < node.end:
+            node = self._parent_for_branch(node, first * block)
+        elif known % block:
+            # The known tail is an open block and a prefix of ours: ours takes its place.
+            if node.length < block:
+                node.parent.remove_child(node.key)  # type: ignore[union-attr]
+                replaced = node.cut(0)
+                node.append(rest, rest_pages)
+                node.parent.add_child(node)  # type: ignore[union-attr]
+            else:
+                replaced = node.cut(node.length // block)
+                node.append(rest, rest_pages)
+            return Inserted(node, replaced, first, (first, first + rest_pages.shape[1]))
+        if node.parent is not None and not node.children:
+            node.append(rest, rest_pages)
+        else:
+            child = Extent(block, self.group_count, node, first * block)
+            child.append(rest, rest_pages)
+            child.last_used = self._clock
+            node.add_child(child)
+            self.extent_count += 1
+            node = child
+        return Inserted(node, replaced, first, (first, first + rest_pages.shape[1]))
+
+    def touch(self, extent: Extent) -> None:
+        """Mark the whole path to ``extent`` as just used, and make its end a candidate for eviction again."""
+        self._clock += 1
+        extent = _alive(extent)
+        node: Extent | None = extent
+        while node is not None:
+            node.last_used = self._clock
+            node = node.parent
+        self.offer(extent)
+
+    def offer(self, extent: Extent) -> None:
+        """Let ``extent``, or what is left of the path to it, be found by :meth:`leaves` if it is a leaf. Call when one
+        of its leases is released."""
+        extent = _alive(extent)
+        if extent.alive and not extent.children and extent.parent is not None:
+            self._push_count += 1
+            heapq.heappush(self.candidates, (extent.last_used, self._push_count, extent))
+            if len(self.candidates) > 4 * self.extent_count + 1024:
+                self._compact_heap()
+
+    def leaves(self) -> Iterator[Extent]:
+        """Leaves from the least recently used on, each once. Extents popped are gone from the candidates until they
+        are offered again."""
+        heap = self.candidates
+        seen: set[int] = set()
+        while heap:
+            tick, number, extent = heapq.heappop(heap)
+            if not extent.alive or extent.children or id(extent) in seen:
+                continue
+            if extent.last_used != tick:
+                heapq.heappush(heap, (extent.last_used, number, extent))
+                continue
+            seen.add(id(extent))
+            yield extent
+
+    def truncate(self, extent: Extent, block_count: int) -> IntArray:
+        """Keep the first ``block_count`` blocks of a leaf; with 0 the extent is removed, and its parent may become a
+        leaf. Returns the pages ``[groups, n]`` that left the tree. Mutates."""
+        assert not extent.children
+        parent = extent.parent
+        assert parent is not None
+        if block_count:
+            removed = extent.cut(block_count)
+            self.offer(extent)
+            return removed
+        parent.remove_child(extent.key)
+        extent.alive = False
+        self.extent_count -= 1
+        if not parent.children:
+            if parent.parent is None:
+                assert isinstance(parent, _Root)
+                del self.roots[parent.scope]
+                parent.alive = False
+            else:
+                self.offer(parent)
+        return extent.pages
+
+    def extents(self) -> Iterator[Extent]:
+        """Every extent, in no particular order. No recursion: depth grows with the number of turns."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            extent = stack.pop()
+            yield extent
+            stack.extend(extent.children.values())
+
+    def _root(self, scope: Scope) -> _Root:
+        root = self.roots.get(scope)
+        if root is None:
+            root = self.roots[scope] = _Root(self.block_tokens, self.group_count, None, 0)
+            root.scope = scope
+        return root
+
+    def _parent_for_branch(self, node: Extent, position: int) -> Extent:
+        """The extent that ends at ``position`` (a block boundary at or inside ``node``), split off if need be."""
+        if position > node.start:
+            return self.split_at(node, (position - node.start) // self.block_tokens)
+        assert node.parent is not None
+        return node.parent
+
+    def _compact_heap(self) -> None:
+        latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
+        self.candidates = [entry for entry in latest.values() if entry[2].alive and not entry[2].children]
+        heapq.heapify(self.candidates)
+
+
+def _alive(extent: Extent) -> Extent:
+    """``extent``, or the nearest extent above it that is still in the tree."""
+    while not extent.alive and extent.parent is not None:
+        extent = extent.parent
+    return extent

@@ -1,0 +1,144 @@
+"""Making computed blocks findable, and keeping one physical copy of a block."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from kvist.errors import SpecError
+from kvist.layout import Layout
+from kvist.ledger import Ledger
+from kvist.prefix.extent import Extent
+from kvist.prefix.tree import Cursor, PrefixTree
+from kvist.sequence import Sequence, Tables
+from kvist.step import NO_PAGE, IntArray
+
+#: Long enough that any retention that ever drops a block drops one by then.
+_FAR = 1 << 30
+
+
+@attrs.frozen
+class RestorePolicy:
+    """At which positions the groups that drop blocks keep what resuming there requires.
+
+    Always at the end of a prompt and at the end of a turn; with ``every_blocks`` also at each multiple of so many
+    blocks. Groups that never drop a block can resume anywhere and cost nothing more.
+    """
+
+    every_blocks: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.every_blocks is not None and self.every_blocks < 1:
+            raise SpecError(f"RestorePolicy(every_blocks={self.every_blocks}) must be at least 1, or None for never")
+
+    def points(self, begin: int, end: int, final: bool, block_tokens: int) -> list[int]:
+        """Positions in ``(begin, end]`` to keep; ``final`` says that ``end`` ends a prompt or a turn.
+
+        With the end itself comes the position before it, the last one that the same prompt can resume at.
+        """
+        points = []
+        if self.every_blocks is not None:
+            unit = self.every_blocks * block_tokens
+            points = list(range((begin // unit + 1) * unit, end + 1, unit))
+        if final:
+            points += [position for position in (end - 1, end) if position > 0]
+        return points
+
+
+class Publisher:
+    """Puts a sequence's computed blocks into the prefix tree. Owns nothing; mutates tree, ledger and tables."""
+
+    def __init__(self, layout: Layout, tree: PrefixTree, ledger: Ledger, tables: Tables, policy: RestorePolicy) -> None:
+        self._block = layout.block_tokens
+        self._groups = layout.groups
+        self._tree = tree
+        self._ledger = ledger
+        self._tables = tables
+        self._policy = policy
+        #: Per group: does it drop blocks while a sequence runs?
+        self.drops = [bool(group.retention.droppable(_FAR, 0, self._block)) for group in layout.groups]
+
+    def publish(self, sequence: Sequence, *, final: bool) -> None:
+        """Publish what is committed and new: whole blocks, and with ``final`` the open last block too.
+
+        Where a whole block is known already, the sequence's table is switched to the known page. The sequence must
+        not be in a step.
+        """
+        end = sequence.committed
+        if not final:
+            end -= end % self._block
+        if end <= sequence.published:
+            return
+        own = self._own(sequence, end)
+        offered = self._offer(sequence, own, end, final)
+        cursor = sequence.cursor
+        if cursor is not None and not cursor.valid:
+            cursor = None
+        result = self._tree.insert(sequence.scope, sequence.tokens[:end], offered, cursor)
+        for group, row in enumerate(result.replaced):
+            self._ledger.unpublish(group, row[row != NO_PAGE])
+        begin, stop = result.added
+        for group, row in enumerate(offered[:, begin:stop]):
+            self._ledger.publish(group, row[row != NO_PAGE])
+        self._merge(sequence, result.tip, own, offered, result.covered_blocks)
+        sequence.published = end
+        sequence.tip = result.tip
+        sequence.cursor = Cursor.at(result.tip, end - end % self._block)
+        self._tree.touch(result.tip)
+
+    def _own(self, sequence: Sequence, end: int) -> IntArray:
+        blocks = sequence.blocks_for(end)
+        return np.stack([table[sequence.slot, :blocks] for table in self._tables.arrays])
+
+    def _offer(self, sequence: Sequence, own: IntArray, end: int, final: bool) -> IntArray:
+        """The sequence's pages, NO_PAGE where a dropping group does not keep a block for a restore point."""
+        if not any(self.drops):
+            return own
+        offered = own.copy()
+        points = self._policy.points(sequence.published, end, final, self._block)
+        for group in self._groups:
+            if self.drops[group.index]:
+                keep = np.zeros(own.shape[1], np.bool_)
+                for point in points:
+                    for low, high in group.retention.required(point, self._block):
+                        keep[low:high] = True
+                offered[group.index, ~keep] = NO_PAGE
+        return offered
+
+    def _merge(self, sequence: Sequence, tip: Extent, own: IntArray, offered: IntArray, covered: int) -> None:
+        """Fill gaps of known blocks with offered pages, and use known pages instead of own copies."""
+        first = sequence.published // self._block
+        lowest = [first] * len(offered)
+        for group, row in enumerate(offered):
+            if self.drops[group]:
+                kept = np.flatnonzero(row != NO_PAGE)
+                lowest[group] = min(first, int(kept[0])) if len(kept) else covered
+        if min(lowest) >= covered:
+            return
+        node = tip
+        while node.parent is not None:
+            node_first = node.start // self._block
+            node_end = min(node_first + node.block_count, covered)
+            for group in range(len(offered)):
+                low = max(lowest[group], node_first)
+                if low < node_end:
+                    known = node.pages[group, low - node_first : node_end - node_first]
+                    self._merge_run(sequence, group, low, known, own[group, low:node_end], offered[group, low:node_end])
+            if node_first <= min(lowest):
+                return
+            node = node.parent
+
+    def _merge_run(
+        self, sequence: Sequence, group: int, first: int, known: IntArray, own: IntArray, offered: IntArray
+    ) -> None:
+        """``known`` is a writable view of the extent's pages for the blocks from ``first`` on."""
+        gaps = (known == NO_PAGE) & (offered != NO_PAGE)
+        if gaps.any():
+            known[gaps] = offered[gaps]
+            self._ledger.publish(group, offered[gaps])
+        twins = (known != own) & (own != NO_PAGE) & (known != NO_PAGE)
+        if twins.any():
+            blocks = first + np.flatnonzero(twins)
+            self._ledger.lease(group, known[twins])
+            self._tables.arrays[group][sequence.slot, blocks] = known[twins]
+            self._ledger.release(group, own[twins])

@@ -1,0 +1,46 @@
+"""Numbers about a cache manager. Counters never decrease."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class GroupStats:
+    """Pages of one group: ``free + cached + held == capacity`` when it is the only group.
+
+    capacity: pages if the group had the whole arena. free: takable at once. cached: published, held by nobody.
+    held: leased now; held_peak: at most so far. evicted: pages evicted so far.
+    """
+
+    name: str
+    page_bytes: int
+    capacity: int
+    free: int
+    cached: int
+    held: int
+    held_peak: int
+    evicted: int
+
+
+@attrs.frozen
+class ManagerStats:
+    """Totals since the manager was made. Work of refused or cancelled steps is not in them.
+
+    requests: sequences whose first step completed. prompt_tokens: their prompts; ``reused_tokens`` of them came from
+    the cache. computed_tokens: rows written by completed steps, rejected drafts not counted. steps: completed ones.
+    """
+
+    requests: int
+    prompt_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    steps: int
+    open_sequences: int
+    extents: int
+    groups: tuple[GroupStats, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused share of all prompt tokens, 0 when there were none."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,83 @@
+"""One forward pass over a batch, as plain arrays: what the planner tells whoever owns the memory.
+
+A step names pages, not tensors, and is picklable: one planner can drive many workers with the same page ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+#: "No page here" in every table.
+NO_PAGE = -1
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """A committed batch. Row ``i`` is one sequence; rows with exactly one query token come first.
+
+    id: increases by one with every committed step of a manager.
+    slots: int32 ``[rows]``, the sequence's row in every table.
+    query_lengths: int32 ``[rows]``, tokens computed in this step, drafts included.
+    lengths: int32 ``[rows]``, tokens in the cache *after* this step has written its rows; the queries of row ``i``
+        stand at positions ``lengths[i] - query_lengths[i] .. lengths[i] - 1``.
+    decode_rows: how many leading rows have one query token.
+    tables: per group int32 ``[slot, block ordinal]`` -> page id, :data:`NO_PAGE` where nothing is kept. Read-only.
+        What a step may read of them does not change until the step is completed; beyond that they are undefined.
+    copies: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy before anything is written.
+    """
+
+    id: int
+    slots: IntArray
+    query_lengths: IntArray
+    lengths: IntArray
+    decode_rows: int
+    tables: tuple[IntArray, ...]
+    copies: tuple[IntArray, ...]
+
+    @property
+    def row_count(self) -> int:
+        return len(self.slots)
+
+    @property
+    def token_count(self) -> int:
+        """Query tokens over all rows: the length of the flattened batch."""
+        return int(self.query_lengths.sum())
+
+    @property
+    def query_starts(self) -> IntArray:
+        """int32 ``[rows + 1]``: row ``i``'s queries are tokens ``starts[i] .. starts[i + 1] - 1`` of the batch."""
+        starts = np.zeros(len(self.slots) + 1, np.int32)
+        np.cumsum(self.query_lengths, out=starts[1:])
+        return starts
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 ``[token_count]``: the position of every query token in its sequence."""
+        if self.decode_rows == len(self.slots):
+            return self.lengths.astype(np.int64) - 1
+        starts = self.query_starts
+        offsets = np.repeat(self.lengths - self.query_lengths - starts[:-1], self.query_lengths)
+        return offsets.astype(np.int64) + np.arange(starts[-1])
+
+    def compact(self, block_tokens: int) -> Step:
+        """The same step with tables cut to its own rows and blocks, sharing no memory with the planner."""
+        width = -(-int(self.lengths.max(initial=0)) // block_tokens)
+        tables = tuple(table[self.slots, :width] for table in self.tables)
+        return attrs.evolve(self, slots=np.arange(len(self.slots), dtype=np.int32), tables=tables)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tables hold every open sequence; only this step's rows travel.
+        state = {field.name: getattr(self, field.name) for field in attrs.fields(Step)}
+        state["tables"] = tuple(table[self.slots] for table in self.tables)
+        state["slots"] = np.arange(len(self.slots), dtype=np.int32)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
