@@ -27,6 +27,7 @@ ORDER = [
     {"publish"},
     {"plan"},
     {"audit"},
+    {"contract"},
     {"manager"},
     {"scheduling"},
     {"attention"},

@@ -10,7 +10,7 @@ from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Partial, Sequence, Tables
-from kvist.step import NO_PAGE, IntArray
+from kvist.step import NO_PAGE, IntArray, present
 
 
 def faults_of(
@@ -36,9 +36,7 @@ def faults_of(
 
 
 def _present(rows: list[IntArray]) -> IntArray:
-    joined: IntArray = np.concatenate(rows) if rows else np.empty(0, np.int32)
-    present: IntArray = joined[joined != NO_PAGE]
-    return present
+    return present(np.concatenate(rows)) if rows else np.empty(0, np.int32)
 
 
 def _table_faults(tables: Tables, sequences: SequenceOf[Sequence]) -> list[str]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
-from kvist.step import NO_PAGE, IntArray
+from kvist.step import NO_PAGE, IntArray, present
 
 
 @attrs.frozen(eq=False)
@@ -34,7 +34,7 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
     if not any(short):
         return [], short
     group_count = len(short)
-    freed: list[IntArray] = [np.empty(0, np.int32)] * group_count
+    freed: list[list[IntArray]] = [[] for _ in range(group_count)]
     victims: list[Victim] = []
     looked_at: list[Extent] = []
     gone: dict[int, int] = {}
@@ -55,12 +55,18 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
             # Held to its end: offered again when the lease is released.
             continue
         looked_at.append(extent)
-        count = min(idle, _blocks_for(pages[:, pages.shape[1] - idle :], short, arena.fungible))
-        keep = pages.shape[1] - count
+        keep = pages.shape[1] - idle
+        there = pages[:, keep:] != NO_PAGE
+        if np.count_nonzero(there) == there.size:
+            # Every group has every page: so many blocks, so many pages.
+            keep += idle - min(idle, -(-sum(short) // group_count) if arena.fungible else max(short))
+            for group in range(group_count):
+                freed[group].append(pages[group, keep:])
+        else:
+            keep += idle - min(idle, _blocks_for(there, short, arena.fungible))
+            for group in range(group_count):
+                freed[group].append(present(pages[group, keep:]))
         victims.append(Victim(extent, keep))
-        for group in range(group_count):
-            row = pages[group, keep:]
-            freed[group] = np.concatenate([freed[group], row[row != NO_PAGE]])
         short = arena.shortage(needed, freed)
         parent = extent.parent
         if not keep and parent is not None and parent.parent is not None:
@@ -80,9 +86,9 @@ def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[i
     for victim in victims:
         removed = tree.truncate(victim.extent, victim.keep_blocks)
         for group, row in enumerate(removed):
-            pages = row[row != NO_PAGE]
+            pages = present(row)
             if len(pages):
-                ledger.unpublish(group, pages)
+                ledger.evict(group, pages)
                 counts[group] += len(pages)
     return counts
 
@@ -90,17 +96,24 @@ def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[i
 def _idle_blocks(ledger: Ledger, pages: IntArray) -> int:
     """Trailing blocks none of whose pages is leased."""
     block_count = pages.shape[1]
-    held: npt.NDArray[np.bool_] = np.zeros(block_count, np.bool_)
+    held: npt.NDArray[np.bool_] | None = None
     for group, row in enumerate(pages):
-        # NO_PAGE reads the last page's count, and the second term discards it.
-        held |= (ledger.leases[group][row] > 0) & (row != NO_PAGE)
-    last_free = int(held[::-1].argmax())
-    return last_free if held[block_count - 1 - last_free] else block_count
+        # NO_PAGE reads the last page's count, which is discarded below.
+        leases = ledger.leases[group].take(row, mode="wrap")
+        if np.count_nonzero(leases):
+            leased = (leases > 0) & (row != NO_PAGE)
+            held = leased if held is None else held | leased
+    if held is None or not np.count_nonzero(held):
+        return block_count
+    return int(held[::-1].argmax())
 
 
-def _blocks_for(pages: IntArray, short: Sequence[int], fungible: bool) -> int:
-    """Trailing blocks that hold what is lacking: by group, or in sum when any page serves any group."""
-    present = np.cumsum((pages != NO_PAGE)[:, ::-1], axis=1)
+def _blocks_for(there: npt.NDArray[np.bool_], short: Sequence[int], fungible: bool) -> int:
+    """Trailing blocks that hold what is lacking: by group, or in sum when any page serves any group.
+
+    there: bool ``[groups, blocks]``, where a group has a page.
+    """
+    counts: npt.NDArray[np.int64] = np.cumsum(there[:, ::-1], axis=1)
     if fungible:
-        return int(np.searchsorted(present.sum(axis=0), sum(short))) + 1
-    return max(int(np.searchsorted(present[g], lacking)) + 1 for g, lacking in enumerate(short) if lacking)
+        counts, short = counts.sum(axis=0, keepdims=True), [sum(short)]
+    return max(int(np.searchsorted(counts[g], lacking)) + 1 for g, lacking in enumerate(short) if lacking)

@@ -4,87 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvist.audit import faults_of
 from kvist.batch import DecodeBatch
+from kvist.contract import CacheManager
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.eviction import Victim, choose_victims, evict
 from kvist.layout import Layout
 from kvist.ledger import Ledger
-from kvist.plan import Plan, Run, Shortage
+from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import Cursor, PrefixTree
 from kvist.publish import Publisher, RestorePolicy
 from kvist.sequence import Partial, Sequence, Tables, as_tokens
 from kvist.spec import Scope
 from kvist.stats import GroupStats, ManagerStats
-from kvist.step import NO_PAGE, IntArray, Step
+from kvist.step import NO_PAGE, IntArray, Step, present
 
 __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "Sequence", "Shortage"]
 
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
-
-
-class CacheManager(Protocol):
-    """What an engine needs from a cache manager. One thread drives it; no call blocks.
-
-    Between ``plan`` and ``commit`` nothing may change; between ``commit`` and ``complete`` the step's sequences belong
-    to the step. Every method leaves everything unchanged when it raises.
-    """
-
-    layout: Layout
-
-    def open(self, tokens: npt.ArrayLike, scope: Scope = ...) -> Sequence:
-        """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
-
-        Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
-        """
-
-    def probe(self, tokens: npt.ArrayLike, scope: Scope = ...) -> int:
-        """Tokens that ``open`` would reuse now. Changes nothing."""
-
-    def decode_batch(self) -> DecodeBatch:
-        """A new, empty batch for sequences that advance one token a step."""
-
-    def plan(self, runs: Iterable[Run] = ..., decode: DecodeBatch | None = None) -> Plan:
-        """What the batch would need. Changes nothing. Rows of the step: ``decode``'s first, then runs of one query
-        token, then the others, each in the order given.
-
-        Raises StateError for sequences that are closed, in flight, in a batch or named twice, RequestError for a run
-        past the model's length.
-        """
-
-    def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
-        """The step's rows are written: advance lengths, publish, drop what is no longer read.
-
-        accepted: tokens that stay, for each run in row order (``decode`` rows always keep their one); ``None`` keeps
-        ``new_tokens`` of each run and no draft.
-        """
-
-    def cancel(self, step: Step) -> None:
-        """The step will not run or failed: its sequences are as before, but keep the pages they got."""
-
-    def close(self, sequence: Sequence) -> None:
-        """Publish what is committed, give every page back. Idempotent. During a step it takes effect at its end."""
-
-    def check(self) -> None:
-        """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""
-
-    def stats(self) -> ManagerStats:
-        """Numbers so far."""
-
-
-@attrs.define(eq=False)
-class _InFlight:
-    plan: Plan
-    #: Leased blocks that the step copies from.
-    sources: list[Partial]
 
 
 class PagedCacheManager:
@@ -110,7 +53,7 @@ class PagedCacheManager:
         self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, restore or RestorePolicy())
         self._sequences: dict[int, Sequence] = {}
         self._drops = [group for group in self._group_range if self._publisher.drops[group]]
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
         self._epoch = 0
         self._step_count = 0
@@ -120,22 +63,22 @@ class PagedCacheManager:
 
     def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
         prompt = self._prompt(tokens)
-        match = find(self._tree, self.layout, scope, prompt)
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
-        self._claim(sequence, match)
+        self._claim(sequence, find(self._tree, self.layout, scope, sequence.tokens))
         self._sequences[slot] = sequence
         self._epoch += 1
         return sequence
 
     def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
-        return find(self._tree, self.layout, scope, self._prompt(tokens)).length
+        prompt = self._prompt(tokens).astype(np.int32, copy=False)
+        return find(self._tree, self.layout, scope, prompt).length
 
     def decode_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block, self._changed)
 
     def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
-        ordered = self._ordered(runs) if runs else _NO_RUNS
+        ordered = ordered_runs(runs, self.layout.spec.max_tokens) if runs else _NO_RUNS
         blocks = 0
         for run in ordered:
             sequence = run.sequence
@@ -151,7 +94,7 @@ class PagedCacheManager:
         needed = [blocks] * len(self._group_range)
         victims: list[Victim] = []
         shortages: tuple[Shortage, ...] = ()
-        if blocks:
+        if blocks and min(self._ledger.arena.free_count) < blocks:
             victims, short = choose_victims(self._tree, self._ledger, needed)
             if any(short):
                 shortages = tuple(
@@ -175,20 +118,23 @@ class PagedCacheManager:
             self._ledger.arena.gather(plan.needed)
         if plan.due:
             self._open_blocks(plan.due)
-        flight = _InFlight(plan, [])
-        copies = self._no_copies
-        if runs:
-            self._grow(runs)
-            partial = [run.sequence for run in runs if run.sequence.partial is not None]
-            if partial:
-                copies = self._copies(partial, flight)
         self._step_count += 1
-        self._in_flight[self._step_count] = flight
+        self._in_flight[self._step_count] = plan
         if decode is not None:
             decode.in_flight = True
             if not runs:
-                lengths, rows = decode.lengths + decode.ones, len(decode.ones)
-                return Step(self._step_count, decode.slots, decode.ones, lengths, rows, self._tables.views, copies)
+                lengths = decode.lengths + decode.ones
+                return Step(
+                    self._step_count,
+                    decode.slots,
+                    decode.ones,
+                    lengths,
+                    len(lengths),
+                    self._tables.views,
+                    self._no_copies,
+                )
+        self._grow(runs)
+        copies = self._copies(plan)
         slots = np.array([run.sequence.slot for run in runs], np.int32)
         queries = np.array([run.query_tokens for run in runs], np.int32)
         lengths = np.array([run.sequence.computed for run in runs], np.int32) + queries
@@ -203,21 +149,22 @@ class PagedCacheManager:
         return Step(self._step_count, slots, queries, lengths, decode_rows, self._tables.views, copies)
 
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
-        plan = self._flight(step).plan
+        plan = self._flight(step)
         runs = plan.runs
-        kept = [run.new_tokens for run in runs] if accepted is None else self._accepted(runs, accepted)
-        flight = self._in_flight.pop(step.id)
+        kept = accepted_counts(runs, accepted) if runs else ()
+        del self._in_flight[step.id]
         self._epoch += 1
         self._completed += 1
         decode = plan.decode
         if decode is not None:
+            rows = len(decode.sequences)
             decode.in_flight = False
-            decode.tick(step.lengths[: len(decode)] if runs else step.lengths)
-            self._computed_tokens += len(decode)
+            decode.tick(step.lengths[:rows] if runs else step.lengths)
+            self._computed_tokens += rows
             if self._drops:
                 for sequence in decode.at_boundary():
                     self._drop(sequence)
-        for run, count in zip(runs, kept, strict=True):
+        for run, count in zip(runs, kept):
             sequence = run.sequence
             sequence.in_flight = False
             sequence.advance(count)
@@ -226,20 +173,20 @@ class PagedCacheManager:
             self._publisher.publish(sequence, final=sequence.computed == sequence.prompt_length)
             if self._drops:
                 self._drop(sequence)
-        for holder in flight.sources:
+        for holder in plan.sources:
             self._release_partial(holder)
         if self._closing:
             self._close_waiting()
 
     def cancel(self, step: Step) -> None:
-        flight = self._flight(step)
+        plan = self._flight(step)
         del self._in_flight[step.id]
         self._epoch += 1
-        if flight.plan.decode is not None:
-            flight.plan.decode.in_flight = False
-        for run in flight.plan.runs:
+        if plan.decode is not None:
+            plan.decode.in_flight = False
+        for run in plan.runs:
             run.sequence.in_flight = False
-        for holder in flight.sources:
+        for holder in plan.sources:
             # The copy may not have happened: the next step repeats it.
             holder.sequence.partial = holder
         if self._closing:
@@ -262,8 +209,7 @@ class PagedCacheManager:
         self._publisher.publish(sequence, final=True)
         slot, blocks = sequence.slot, sequence.block_count
         for group, table in enumerate(self._tables.arrays):
-            row = table[slot, :blocks]
-            self._ledger.release(group, row[row != NO_PAGE])
+            self._ledger.release(group, present(table[slot, :blocks]))
         self._tables.release(slot, blocks)
         if sequence.partial is not None:
             self._release_partial(sequence.partial)
@@ -283,7 +229,7 @@ class PagedCacheManager:
 
     def check(self) -> None:
         partials = [s.partial for s in self._sequences.values() if s.partial is not None]
-        partials += [holder for flight in self._in_flight.values() for holder in flight.sources]
+        partials += [holder for plan in self._in_flight.values() for holder in plan.sources]
         faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()), partials)
         if faults:
             raise AssertionError("; ".join(faults))
@@ -317,7 +263,7 @@ class PagedCacheManager:
     def _changed(self) -> None:
         self._epoch += 1
 
-    def _prompt(self, tokens: npt.ArrayLike) -> IntArray:
+    def _prompt(self, tokens: npt.ArrayLike) -> npt.NDArray[np.integer]:
         spec = self.layout.spec
         prompt = as_tokens(tokens, spec.vocab_size)
         if not len(prompt):
@@ -364,41 +310,15 @@ class PagedCacheManager:
                 sequence.partial = Partial(sequence, partial, extent)
                 break
 
-    def _ordered(self, runs: Iterable[Run]) -> list[Run]:
-        """Runs of one query token first; every one checked."""
-        ordered = list(runs)
-        limit = self.layout.spec.max_tokens
-        seen = set()
-        for run in ordered:
-            sequence = run.sequence
-            if sequence.closed or sequence.closing:
-                raise StateError("plan() of a closed sequence", hint="open a new one")
-            if sequence.in_flight or sequence.batch is not None or sequence.slot in seen:
-                raise StateError(
-                    "plan() of a sequence that is in a step, in a decode batch, or twice in this plan",
-                    hint="complete its step first, and name each sequence once",
-                )
-            seen.add(sequence.slot)
-            end = sequence.computed + run.query_tokens
-            if run.new_tokens < 1 or run.drafts < 0:
-                raise RequestError(
-                    f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}): needs at least one new token"
-                )
-            if limit is not None and end > limit:
-                raise RequestError(
-                    f"a run to {end} tokens goes past the model's {limit}", hint="stop generating at the model's length"
-                )
-        return sorted(ordered, key=lambda run: run.query_tokens > 1)
-
     def _open_blocks(self, due: list[Sequence]) -> None:
-        """One new page per group for each sequence."""
-        blocks = [sequence.block_count for sequence in due]
-        self._tables.ensure_blocks(max(blocks) + 1)
-        slots = [sequence.slot for sequence in due]
-        for group in self._group_range:
-            self._tables.arrays[group][slots, blocks] = self._ledger.allocate(group, len(due))
+        """One new page per group for each sequence. Few are due at once, so scalar accesses beat arrays."""
+        allocate = self._ledger.allocate_one
         for sequence in due:
-            sequence.block_count += 1
+            block = sequence.block_count
+            self._tables.ensure_blocks(block + 1)
+            for group, table in enumerate(self._tables.arrays):
+                table[sequence.slot, block] = allocate(group)
+            sequence.block_count = block + 1
 
     def _grow(self, runs: list[Run]) -> None:
         for run in runs:
@@ -411,35 +331,28 @@ class PagedCacheManager:
                     self._tables.arrays[group][sequence.slot, first:end] = pages
                 sequence.block_count = end
 
-    def _copies(self, sequences: list[Sequence], flight: _InFlight) -> tuple[IntArray, ...]:
+    def _copies(self, plan: Plan) -> tuple[IntArray, ...]:
+        """Pairs of pages to copy for sequences that reuse a part of a block; moves their leases to the plan."""
+        plan.sources = [run.sequence.partial for run in plan.runs if run.sequence.partial is not None]
+        if not plan.sources:
+            return self._no_copies
         pairs: list[list[tuple[int, int]]] = [[] for _ in self._group_range]
-        for sequence in sequences:
-            holder = sequence.partial
-            assert holder is not None
+        for holder in plan.sources:
+            sequence = holder.sequence
             block = sequence.computed // self._block
             for group, source in enumerate(holder.pages):
                 if source != NO_PAGE:
                     pairs[group].append((source, int(self._tables.arrays[group][sequence.slot, block])))
-            flight.sources.append(holder)
             sequence.partial = None
         return tuple(np.array(pair, np.int32).reshape(-1, 2) for pair in pairs)
 
-    def _flight(self, step: Step) -> _InFlight:
+    def _flight(self, step: Step) -> Plan:
         try:
             return self._in_flight[step.id]
         except KeyError:
             raise StateError(
                 f"step {step.id} is not in flight", hint="complete or cancel each committed step once"
             ) from None
-
-    def _accepted(self, runs: list[Run], accepted: SequenceOf[int]) -> list[int]:
-        kept = [int(count) for count in accepted]
-        if len(kept) != len(runs):
-            raise StateError(f"complete() got {len(kept)} accepted counts for {len(runs)} runs")
-        for run, count in zip(runs, kept, strict=True):
-            if not 0 <= count <= run.query_tokens:
-                raise StateError(f"complete() accepts {count} of {run.query_tokens} tokens")
-        return kept
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""

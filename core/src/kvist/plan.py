@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
 import attrs
 
-from kvist.errors import CapacityError
+from kvist.errors import CapacityError, RequestError, StateError
 from kvist.sequence import Sequence
 
 if TYPE_CHECKING:
     from kvist.batch import DecodeBatch
     from kvist.eviction import Victim
+    from kvist.sequence import Partial
     from kvist.step import Step
 
 
@@ -59,6 +61,8 @@ class Plan:
     shortages: tuple[Shortage, ...]
     epoch: int
     _commit: Callable[[Plan], Step]
+    #: For the manager, from commit to completion: leased blocks that the step copies from.
+    sources: list[Partial] | tuple[()] = ()
 
     @property
     def fits(self) -> bool:
@@ -82,3 +86,44 @@ class Plan:
                 hint="plan fewer tokens, or close a sequence first",
             )
         return self._commit(self)
+
+
+def ordered_runs(runs: Iterable[Run], max_tokens: int | None) -> list[Run]:
+    """Runs of one query token first, every one checked. Raises StateError and RequestError as ``plan`` promises."""
+    ordered = list(runs)
+    seen = set()
+    for run in ordered:
+        sequence = run.sequence
+        if sequence.closed or sequence.closing:
+            raise StateError("plan() of a closed sequence", hint="open a new one")
+        if sequence.in_flight or sequence.batch is not None or sequence.slot in seen:
+            raise StateError(
+                "plan() of a sequence that is in a step, in a decode batch, or twice in this plan",
+                hint="complete its step first, and name each sequence once",
+            )
+        seen.add(sequence.slot)
+        if run.new_tokens < 1 or run.drafts < 0:
+            raise RequestError(
+                f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}) computes nothing",
+                hint="compute at least one new token, with zero or more drafts",
+            )
+        end = sequence.computed + run.query_tokens
+        if max_tokens is not None and end > max_tokens:
+            raise RequestError(
+                f"a run to {end} tokens goes past the model's {max_tokens}",
+                hint="stop generating at the model's length",
+            )
+    return sorted(ordered, key=lambda run: run.query_tokens > 1)
+
+
+def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None) -> list[int]:
+    """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. Raises StateError."""
+    if accepted is None:
+        return [run.new_tokens for run in runs]
+    kept = [int(count) for count in accepted]
+    if len(kept) != len(runs):
+        raise StateError(f"complete() got {len(kept)} accepted counts for {len(runs)} runs")
+    for run, count in zip(runs, kept):
+        if not 0 <= count <= run.query_tokens:
+            raise StateError(f"complete() accepts {count} of {run.query_tokens} tokens")
+    return kept

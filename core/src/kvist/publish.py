@@ -11,7 +11,7 @@ from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import Cursor, PrefixTree
 from kvist.sequence import Sequence, Tables
-from kvist.step import NO_PAGE, IntArray
+from kvist.step import NO_PAGE, IntArray, present
 
 #: Long enough that any retention that ever drops a block drops one by then.
 _FAR = 1 << 30
@@ -75,11 +75,11 @@ class Publisher:
         if cursor is not None and not cursor.valid:
             cursor = None
         result = self._tree.insert(sequence.scope, sequence.tokens[:end], offered, cursor)
-        for group, row in enumerate(result.replaced):
-            self._ledger.unpublish(group, row[row != NO_PAGE])
+        for group, row in enumerate(result.replaced if result.replaced.size else ()):
+            self._ledger.unpublish(group, present(row))
         begin, stop = result.added
         for group, row in enumerate(offered[:, begin:stop]):
-            self._ledger.publish(group, row[row != NO_PAGE])
+            self._ledger.publish(group, present(row))
         self._merge(sequence, result.tip, own, offered, result.covered_blocks)
         sequence.published = end
         sequence.tip = result.tip
@@ -88,6 +88,8 @@ class Publisher:
 
     def _own(self, sequence: Sequence, end: int) -> IntArray:
         blocks = sequence.blocks_for(end)
+        if len(self._groups) == 1:
+            return self._tables.arrays[0][sequence.slot : sequence.slot + 1, :blocks]
         return np.stack([table[sequence.slot, :blocks] for table in self._tables.arrays])
 
     def _offer(self, sequence: Sequence, own: IntArray, end: int, final: bool) -> IntArray:
@@ -138,7 +140,8 @@ class Publisher:
             self._ledger.publish(group, offered[gaps])
         twins = (known != own) & (own != NO_PAGE) & (known != NO_PAGE)
         if twins.any():
-            blocks = first + np.flatnonzero(twins)
-            self._ledger.lease(group, known[twins])
-            self._tables.arrays[group][sequence.slot, blocks] = known[twins]
-            self._ledger.release(group, own[twins])
+            # Copies first: ``own`` may be a view of the table row.
+            copies, originals = own[twins], known[twins]
+            self._ledger.lease(group, originals)
+            self._tables.arrays[group][sequence.slot, first + np.flatnonzero(twins)] = originals
+            self._ledger.release(group, copies)

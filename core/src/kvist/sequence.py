@@ -104,13 +104,15 @@ class Sequence:
         "tip",
     )
 
-    def __init__(self, layout: Layout, scope: Scope, slot: int, tokens: IntArray) -> None:
+    def __init__(self, layout: Layout, scope: Scope, slot: int, prompt: npt.NDArray[np.integer]) -> None:
         self.layout = layout
         self.scope = scope
         #: Row in every table, until the sequence is closed.
         self.slot = slot
-        self._tokens = tokens
-        self._known = self.prompt_length = len(tokens)
+        self._known = self.prompt_length = len(prompt)
+        # Room for an answer, so that the prefix tree can go on sharing the buffer when the sequence ends.
+        self._tokens: IntArray = np.empty(len(prompt) + len(prompt) // 4 + 64, np.int32)
+        self._tokens[: len(prompt)] = prompt
         self._computed = 0
         #: Tokens taken from the prefix index when the sequence was opened.
         self.reused = 0
@@ -183,8 +185,11 @@ class Sequence:
         return ceil_div(length, self.layout.block_tokens)
 
 
-def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> IntArray:
-    """One-dimensional int32 copy of ``tokens``. Raises RequestError for other shapes, types and ids out of range."""
+def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.integer]:
+    """``tokens`` as a one-dimensional integer array, perhaps the caller's own.
+
+    Raises RequestError for other shapes, other types and ids out of range.
+    """
     array = np.asarray(tokens)
     if array.ndim != 1:
         raise RequestError(f"token ids have shape {array.shape}", hint="give one flat list or array of ids")
@@ -204,4 +209,4 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> IntArray:
             f"token id {array[where]} at position {where} is outside 0..{limit - 1}",
             hint="tokenize with the tokenizer of this model",
         )
-    return array.astype(np.int32)
+    return array

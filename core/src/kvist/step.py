@@ -17,7 +17,14 @@ IntArray = npt.NDArray[np.int32]
 NO_PAGE = -1
 
 
-@attrs.frozen(eq=False)
+def present(pages: IntArray) -> IntArray:
+    """``pages`` without NO_PAGE: the array itself when there is none in it."""
+    there = pages != NO_PAGE
+    return pages if np.count_nonzero(there) == len(pages) else pages[there]
+
+
+# No slots: a frozen class with slots costs twice as much to make, and one is made per step.
+@attrs.frozen(eq=False, slots=False)
 class Step:
     """A committed batch. Row ``i`` is one sequence; rows with exactly one query token come first.
 
@@ -79,5 +86,4 @@ class Step:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvist.layout import Layout
 from kvist.step import IntArray
@@ -45,22 +46,22 @@ class Arena:
         """Page ids that slabs owned by no group would give ``group``."""
         return self._slab_pages(group, self._free_slabs)
 
-    def shortage(self, needed: Sequence[int], freed: Sequence[IntArray] | None = None) -> list[int]:
-        """Pages each group would still lack, slabs moving between groups included. Changes nothing."""
-        free = list(self.free_count)
-        if freed is not None:
-            free = [count + len(pages) for count, pages in zip(free, freed, strict=True)]
-        short = [max(0, want - have) for want, have in zip(needed, free, strict=True)]
+    def shortage(self, needed: Sequence[int], freed: Sequence[Sequence[IntArray]] = ()) -> list[int]:
+        """Pages each group would still lack after giving back ``freed[group]``, a list of page arrays each; slabs
+        moving between groups included. Changes nothing."""
+        free = self.free_count
+        if freed:
+            free = [count + sum(map(len, arrays)) for count, arrays in zip(free, freed)]
+        short = [want - have if want > have else 0 for want, have in zip(needed, free)]
         if not any(short):
             return short
         slabs = len(self._free_slabs)
         if len(free) > 1:
-            for group, lacking in enumerate(short):
-                if not lacking and free[group] > needed[group]:
-                    surplus = (free[group] - needed[group]) // self.pages_per_slab[group]
-                    if surplus:
-                        given = freed[group] if freed is not None else None
-                        slabs += min(surplus, len(self._empty_slabs(group, given)))
+            for group, per_slab in enumerate(self.pages_per_slab):
+                surplus = (free[group] - needed[group]) // per_slab
+                if surplus > 0:
+                    empty = surplus if per_slab == 1 else len(self._empty_slabs(group, freed[group] if freed else ()))
+                    slabs += min(surplus, empty)
         for group, lacking in enumerate(short):
             used = min(slabs, -(-lacking // self.pages_per_slab[group]))
             slabs -= used
@@ -82,7 +83,13 @@ class Arena:
         top = self.free_count[group]
         return self._free[group][top : top + count].copy()
 
-    def give(self, group: int, pages: IntArray) -> None:
+    def take_one(self, group: int) -> int:
+        """As ``take(group, 1)``, at the cost of one array read."""
+        assert self.free_count[group]
+        self.free_count[group] -= 1
+        return int(self._free[group][self.free_count[group]])
+
+    def give(self, group: int, pages: npt.NDArray[np.integer]) -> None:
         """Return pages taken before. Each page is given back once."""
         count = self.free_count[group]
         end = count + len(pages)
@@ -134,11 +141,11 @@ class Arena:
         # Descending, so that ids come out ascending.
         self.give(group, self._slab_pages(group, np.sort(slabs))[::-1])
 
-    def _empty_slabs(self, group: int, freed: IntArray | None = None) -> IntArray:
-        """Slabs of ``group`` whose pages are all free (once ``freed`` is)."""
+    def _empty_slabs(self, group: int, freed: Sequence[IntArray] = ()) -> IntArray:
+        """Slabs of ``group`` whose pages are all free (once ``freed`` are)."""
         pages = self._free[group][: self.free_count[group]]
-        if freed is not None and len(freed):
-            pages = np.concatenate([pages, freed])
+        if freed:
+            pages = np.concatenate([pages, *freed])
         per_slab = self.pages_per_slab[group]
         if per_slab == 1:
             return pages

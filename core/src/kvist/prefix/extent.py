@@ -6,8 +6,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from kvist.step import NO_PAGE, IntArray
-
+from kvist.step import IntArray
 
 #: A dtype object: parsing the string costs more than the conversion.
 _BIG_ENDIAN = np.dtype(">i4")
@@ -74,29 +73,31 @@ class Extent:
         return order_key(self._tokens[: min(self.length, self.block_tokens)])
 
     def append(self, tokens: IntArray, pages: IntArray) -> None:
-        """Add tokens and their pages ``[groups, blocks]`` after a whole last block. Copies both."""
-        length, blocks = self.length + len(tokens), self.block_count
-        if length > len(self._tokens):
+        """Add blocks after a whole last block.
+
+        tokens: int32, all tokens of some sequence up to the new end; those before ``end`` are known to be equal. The
+        array is kept, not copied, when most of its buffer is this extent's, so it must never change.
+        pages: ``[groups, blocks]`` of the new blocks; copied.
+        """
+        first, blocks = self.block_count, self.block_count + pages.shape[1]
+        self.length = len(tokens) - self.start
+        run = tokens[self.start :]
+        self._tokens = run if 2 * len(run) >= _buffer_size(run) else run.copy()
+        if blocks > self._pages.shape[1]:
             # The first content fits exactly; what grows again is likely to go on growing.
-            grown = np.empty(length if not self.length else max(length, self.length * 3 // 2), np.int32)
-            grown[: self.length] = self.tokens
-            self._tokens = grown
-        if blocks + pages.shape[1] > self._pages.shape[1]:
-            capacity = -(-len(self._tokens) // self.block_tokens)
-            wider = np.full((len(pages), max(capacity, blocks + pages.shape[1])), NO_PAGE, np.int32)
-            wider[:, :blocks] = self.pages
+            wider = np.empty((len(pages), blocks if not first else max(blocks, first * 3 // 2)), np.int32)
+            wider[:, :first] = self._pages[:, :first]
             self._pages = wider
-        self._tokens[self.length : length] = tokens
-        self._pages[:, blocks : blocks + pages.shape[1]] = pages
-        self.length = length
+        self._pages[:, first:blocks] = pages
 
     def cut(self, block_count: int) -> IntArray:
         """Keep the first ``block_count`` blocks. Returns the pages ``[groups, removed blocks]`` of the others."""
         removed = self.pages[:, block_count:].copy()
         self.length = min(self.length, block_count * self.block_tokens)
         self.version += 1
-        if self.length * 4 < len(self._tokens):
-            self._tokens = self.tokens.copy()
+        self._tokens = self._tokens[: self.length]
+        if 2 * self.length < _buffer_size(self._tokens):
+            self._tokens = self._tokens.copy()
             self._pages = self.pages.copy()
         return removed
 
@@ -106,7 +107,9 @@ class Extent:
         assert self.parent is not None and 0 < block_count < blocks
         upper = Extent(self.block_tokens, len(self._pages), self.parent, self.start)
         cut = block_count * self.block_tokens
-        upper.append(self._tokens[:cut], self._pages[:, :block_count])
+        upper.length = cut
+        upper._tokens = self._tokens[:cut].copy()
+        upper._pages = self._pages[:, :block_count].copy()
         upper.last_used = self.last_used
         self.parent.children[upper.key] = upper
         # Copies: the lower part must not keep the whole buffer alive.
@@ -139,6 +142,11 @@ class Extent:
             if count and (best is None or count > best[1]):
                 best = self.children[near], count
         return best
+
+
+def _buffer_size(array: IntArray) -> int:
+    """Elements that ``array`` keeps in memory, itself or by the array it is a view of."""
+    return array.base.size if isinstance(array.base, np.ndarray) else array.size
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:

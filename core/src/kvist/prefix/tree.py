@@ -15,7 +15,7 @@ from kvist.step import IntArray
 
 @attrs.define(eq=False)
 class Cursor:
-    """A remembered position: the first ``length`` tokens, whole blocks, of some sequence end in ``extent`` or at its end.
+    """A remembered position: the first ``length`` tokens (whole blocks) of some sequence end in or with ``extent``.
 
     Valid while the extent lives and its version is unchanged, because then those tokens are still there.
     """
@@ -126,7 +126,7 @@ class PrefixTree:
         """Add ``tokens`` with their ``pages`` ``[groups, blocks]``; known blocks keep their own pages. Mutates.
 
         An open last block that is already covered by a longer or equal run is left out; one that a known open block
-        is a prefix of replaces that block.
+        is a prefix of replaces that block. ``tokens`` may be kept and must never change.
         """
         block = self.block_tokens
         none = np.empty((self.group_count, 0), np.int32)
@@ -136,7 +136,7 @@ class PrefixTree:
         if known == len(tokens):
             return Inserted(node, none, known // block, (known // block, known // block))
         first = known // block
-        rest, rest_pages = tokens[first * block :], pages[:, first:]
+        rest_pages = pages[:, first:]
         replaced = none
         if node.parent is not None and known < node.end:
             node = self._parent_for_branch(node, first * block)
@@ -145,17 +145,17 @@ class PrefixTree:
             if node.length < block:
                 node.parent.remove_child(node.key)  # type: ignore[union-attr]
                 replaced = node.cut(0)
-                node.append(rest, rest_pages)
+                node.append(tokens, rest_pages)
                 node.parent.add_child(node)  # type: ignore[union-attr]
             else:
                 replaced = node.cut(node.length // block)
-                node.append(rest, rest_pages)
+                node.append(tokens, rest_pages)
             return Inserted(node, replaced, first, (first, first + rest_pages.shape[1]))
         if node.parent is not None and not node.children:
-            node.append(rest, rest_pages)
+            node.append(tokens, rest_pages)
         else:
             child = Extent(block, self.group_count, node, first * block)
-            child.append(rest, rest_pages)
+            child.append(tokens, rest_pages)
             child.last_used = self._clock
             node.add_child(child)
             self.extent_count += 1
