@@ -95,7 +95,7 @@ def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[i
 
 def _idle_blocks(ledger: Ledger, pages: IntArray) -> int:
     """Trailing blocks none of whose pages is leased."""
-    block_count = pages.shape[1]
+    block_count = int(pages.shape[1])
     held: npt.NDArray[np.bool_] | None = None
     for group, row in enumerate(pages):
         # NO_PAGE reads the last page's count, which is discarded below.
@@ -116,4 +116,4 @@ def _blocks_for(there: npt.NDArray[np.bool_], short: Sequence[int], fungible: bo
     counts: npt.NDArray[np.int64] = np.cumsum(there[:, ::-1], axis=1)
     if fungible:
         counts, short = counts.sum(axis=0, keepdims=True), [sum(short)]
-    return max(int(np.searchsorted(counts[g], lacking)) + 1 for g, lacking in enumerate(short) if lacking)
+    return 1 + max(int(np.searchsorted(counts[g], lacking)) for g, lacking in enumerate(short) if lacking)

@@ -63,6 +63,7 @@ class PagedCacheManager:
 
     def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
         prompt = self._prompt(tokens)
+        self.layout.require_fit(len(prompt))
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
         self._claim(sequence, find(self._tree, self.layout, scope, sequence.tokens))
@@ -273,7 +274,6 @@ class PagedCacheManager:
                 f"the prompt has {len(prompt)} tokens, the model takes at most {spec.max_tokens}",
                 hint="shorten the prompt",
             )
-        self.layout.require_fit(len(prompt))
         return prompt
 
     def _claim(self, sequence: Sequence, match: Match) -> None:

@@ -56,7 +56,10 @@ class Retention(Protocol):
         """Blocks among those below ``length`` that the query at ``length`` or any later one may read."""
 
     def required(self, length: int, block_tokens: int) -> Spans:
-        """Blocks that must be present to resume a sequence at ``length``."""
+        """Blocks that must be present to resume a sequence at ``length``.
+
+        Of these, the ones below a shorter length are required at the shorter length too.
+        """
 
     def droppable(self, length: int, rollback: int, block_tokens: int) -> Spans:
         """Blocks never read again, even after the last ``rollback`` tokens are taken back."""

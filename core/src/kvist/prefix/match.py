@@ -33,8 +33,8 @@ class Match:
 def find(tree: PrefixTree, layout: Layout, scope: Scope, tokens: IntArray) -> Match:
     """Longest usable prefix of ``tokens``, at most ``len(tokens) - 1``: one token must remain to be computed.
 
-    Relies on retentions requiring at a shorter length nothing, among the blocks below it, that a longer length does
-    not require too. Changes nothing.
+    Relies on what a longer length requires, among the blocks below a shorter one, being required at the shorter one
+    too. Changes nothing.
     """
     block = layout.block_tokens
     path = tree.walk(scope, tokens)
@@ -62,24 +62,21 @@ def find(tree: PrefixTree, layout: Layout, scope: Scope, tokens: IntArray) -> Ma
 
 def _resumable(retention: Retention, pages: IntArray, length: int, block: int) -> int:
     """The largest length up to ``length`` whose required blocks are all present in ``pages``."""
-    last_gap: int | None = None
     while length:
-        gap = _last_missing(pages, retention.required(length, block))
+        gap = _last_gap(pages, retention.required(length, block))
         if gap is None:
             return length
+        # Whatever is longer than this requires a block of the gap too.
         length = gap * block
-        if last_gap is not None and gap == last_gap - 1:
-            # Two neighbours missing: whatever needs the block before it fails all through this run of absent blocks.
-            present = np.flatnonzero(pages[:gap] != NO_PAGE)
-            length = (int(present[-1]) + 1) * block if len(present) else 0
-            gap = length // block
-        last_gap = gap
     return 0
 
 
-def _last_missing(pages: IntArray, spans: Spans) -> int | None:
+def _last_gap(pages: IntArray, spans: Spans) -> int | None:
+    """First block of the last run of absent blocks inside a span, ``None`` if every block is present."""
     for begin, end in reversed(spans):
-        part = pages[begin:end]
-        if len(part) and int(part.min()) == NO_PAGE:
-            return begin + int(np.flatnonzero(part == NO_PAGE)[-1])
+        present = pages[begin:end] != NO_PAGE
+        if np.count_nonzero(present) < len(present):
+            last = len(present) - 1 - int(present[::-1].argmin())
+            before = present[:last][::-1]
+            return begin + last - (int(before.argmax()) if np.count_nonzero(before) else last)
     return None
