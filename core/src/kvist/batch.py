@@ -52,9 +52,10 @@ class DecodeBatch:
                 "join() of a sequence that has no page for its next token yet",
                 hint="compute its first token with a Run, then join",
             )
-        self.slots = np.append(self.slots, np.int32(sequence.slot))
-        self.lengths = np.append(self.lengths, np.int32(sequence.computed))
-        self.ones = np.ones(len(self.slots), np.int32)
+        self._set_rows(
+            np.concatenate((self.slots, np.array([sequence.slot], np.int32))),
+            np.concatenate((self.lengths, np.array([sequence.computed], np.int32))),
+        )
         self.sequences.append(sequence)
         self._wheel[(self.ticks - sequence.computed) % self.block_tokens].append(sequence)
         sequence.joined_tick = self.ticks
@@ -70,9 +71,10 @@ class DecodeBatch:
         self._wheel[(self.ticks - computed) % self.block_tokens].remove(sequence)
         row = self.sequences.index(sequence)
         del self.sequences[row]
-        self.slots = np.delete(self.slots, row)
-        self.lengths = np.delete(self.lengths, row)
-        self.ones = np.ones(len(self.slots), np.int32)
+        self._set_rows(
+            np.concatenate((self.slots[:row], self.slots[row + 1 :])),
+            np.concatenate((self.lengths[:row], self.lengths[row + 1 :])),
+        )
         sequence.rebase(computed)
         self._changed()
 
@@ -84,6 +86,12 @@ class DecodeBatch:
         """For the manager: every row has computed one token more."""
         self.ticks += 1
         self.lengths = lengths
+
+    def _set_rows(self, slots: IntArray, lengths: IntArray) -> None:
+        # New arrays, never changed ones: steps in other hands keep the old.
+        self.slots, self.lengths = slots, lengths
+        if len(slots) != len(self.ones):
+            self.ones = np.ones(len(slots), np.int32)
 
     def _require_idle(self, call: str) -> None:
         if self.in_flight:

@@ -23,17 +23,24 @@ class Victim:
     keep_blocks: int
 
 
+#: Pages evicted beyond the need: one part in so many of the arena, at most this many. Decoding needs a page at a time,
+#: and looking for a victim costs far more than one page.
+_AHEAD_PART, _AHEAD_MOST = 1024, 64
+
+
 def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[list[Victim], list[int]]:
-    """Least recently used leaves, cut from their ends, until ``needed[group]`` pages would be free in every group.
+    """Least recently used leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
+    and a few more for the steps to come where there are any.
 
     Returns the victims in the order in which they must go, and the pages each group would still lack. When anything
     is lacking nothing should be evicted: the victims are then all there are.
     """
     arena = ledger.arena
-    short = arena.shortage(needed)
-    if not any(short):
-        return [], short
-    group_count = len(short)
+    if not any(arena.shortage(needed)):
+        return [], [0] * len(needed)
+    group_count = len(needed)
+    wanted = [count + min(len(column) // _AHEAD_PART, _AHEAD_MOST) for count, column in zip(needed, ledger.leases)]
+    short = arena.shortage(wanted)
     freed: list[list[IntArray]] = [[] for _ in range(group_count)]
     victims: list[Victim] = []
     looked_at: list[Extent] = []
@@ -50,24 +57,15 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
         else:
             break
         pages = extent.pages
-        idle = _idle_blocks(ledger, pages)
-        if not idle:
+        keep = pages.shape[1] - _evictable_blocks(ledger, pages, short)
+        if keep == pages.shape[1]:
             # Held to its end: offered again when the lease is released.
             continue
         looked_at.append(extent)
-        keep = pages.shape[1] - idle
-        there = pages[:, keep:] != NO_PAGE
-        if np.count_nonzero(there) == there.size:
-            # Every group has every page: so many blocks, so many pages.
-            keep += idle - min(idle, -(-sum(short) // group_count) if arena.fungible else max(short))
-            for group in range(group_count):
-                freed[group].append(pages[group, keep:])
-        else:
-            keep += idle - min(idle, _blocks_for(there, short, arena.fungible))
-            for group in range(group_count):
-                freed[group].append(present(pages[group, keep:]))
         victims.append(Victim(extent, keep))
-        short = arena.shortage(needed, freed)
+        for group in range(group_count):
+            freed[group].append(present(pages[group, keep:]))
+        short = arena.shortage(wanted, freed)
         parent = extent.parent
         if not keep and parent is not None and parent.parent is not None:
             gone[id(parent)] = gone.get(id(parent), 0) + 1
@@ -77,7 +75,7 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
         looked_at.append(leaf)
     for extent in looked_at:
         tree.offer(extent)
-    return victims, short
+    return victims, arena.shortage(needed, freed)
 
 
 def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[int]:
@@ -91,6 +89,20 @@ def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[i
                 ledger.evict(group, pages)
                 counts[group] += len(pages)
     return counts
+
+
+def _evictable_blocks(ledger: Ledger, pages: IntArray, short: Sequence[int]) -> int:
+    """How many trailing blocks to evict: none that is leased, and no more than hold what is lacking."""
+    most = -(-sum(short) // len(short)) if ledger.arena.fungible else max(short)
+    tail = pages[:, -most:]
+    idle = _idle_blocks(ledger, tail)
+    if idle < tail.shape[1]:
+        return idle
+    if np.count_nonzero(tail != NO_PAGE) == tail.size or tail.shape[1] == pages.shape[1]:
+        # Every group has every page, so so many blocks are enough; or there are no more.
+        return idle
+    idle = _idle_blocks(ledger, pages)
+    return min(idle, _blocks_for(pages[:, pages.shape[1] - idle :] != NO_PAGE, short, ledger.arena.fungible))
 
 
 def _idle_blocks(ledger: Ledger, pages: IntArray) -> int:

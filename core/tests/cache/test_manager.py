@@ -18,6 +18,7 @@ from kvist.spec import History, Retention, Scope, Window
 from kvist.step import NO_PAGE
 
 P = 4
+DEFAULT = Scope()
 
 
 def manager_of(pages: int, *retentions: Retention, **options: object) -> PagedCacheManager:
@@ -38,7 +39,7 @@ def compute(manager: PagedCacheManager, sequence, count: int | None = None):
     return step
 
 
-def cached(manager: PagedCacheManager, *parts: int | range, scope: Scope = Scope()) -> None:
+def cached(manager: PagedCacheManager, *parts: int | range, scope: Scope = DEFAULT) -> None:
     sequence = manager.open(tokens(*parts), scope)
     compute(manager, sequence)
     manager.close(sequence)
