@@ -28,10 +28,13 @@ class DecodeBatch:
         self.ticks = 0
         self.in_flight = False
         self._changed = changed
-        self.slots: IntArray = np.empty(0, np.int32)
+        self._slots: IntArray = np.empty(64, np.int32)
+        #: int32 ``[rows]``; a view that is replaced, not changed, when rows come and go.
+        self.slots: IntArray = self._slots[:0]
         #: Computed tokens of each row.
         self.lengths: IntArray = np.empty(0, np.int32)
-        self.ones: IntArray = np.empty(0, np.int32)
+        self._all_ones: IntArray = np.ones(64, np.int32)
+        self.ones: IntArray = self._all_ones[:0]
         self._wheel: list[list[Sequence]] = [[] for _ in range(block_tokens)]
 
     def __len__(self) -> int:
@@ -52,10 +55,12 @@ class DecodeBatch:
                 "join() of a sequence that has no page for its next token yet",
                 hint="compute its first token with a Run, then join",
             )
-        self._set_rows(
-            np.concatenate((self.slots, np.array([sequence.slot], np.int32))),
-            np.concatenate((self.lengths, np.array([sequence.computed], np.int32))),
-        )
+        row = len(self.sequences)
+        if row == len(self._slots):
+            self._slots = np.resize(self._slots, 2 * row)
+            self._all_ones = np.ones(2 * row, np.int32)
+        self._slots[row] = sequence.slot
+        self._show(row + 1, np.concatenate((self.lengths, np.array((sequence.computed,), np.int32))))
         self.sequences.append(sequence)
         self._wheel[(self.ticks - sequence.computed) % self.block_tokens].append(sequence)
         sequence.joined_tick = self.ticks
@@ -71,10 +76,9 @@ class DecodeBatch:
         self._wheel[(self.ticks - computed) % self.block_tokens].remove(sequence)
         row = self.sequences.index(sequence)
         del self.sequences[row]
-        self._set_rows(
-            np.concatenate((self.slots[:row], self.slots[row + 1 :])),
-            np.concatenate((self.lengths[:row], self.lengths[row + 1 :])),
-        )
+        # A new array: steps in other hands keep the old one.
+        self._slots = np.concatenate((self._slots[:row], self._slots[row + 1 :], self._slots[:1]))
+        self._show(len(self.sequences), np.concatenate((self.lengths[:row], self.lengths[row + 1 :])))
         sequence.rebase(computed)
         self._changed()
 
@@ -87,11 +91,8 @@ class DecodeBatch:
         self.ticks += 1
         self.lengths = lengths
 
-    def _set_rows(self, slots: IntArray, lengths: IntArray) -> None:
-        # New arrays, never changed ones: steps in other hands keep the old.
-        self.slots, self.lengths = slots, lengths
-        if len(slots) != len(self.ones):
-            self.ones = np.ones(len(slots), np.int32)
+    def _show(self, rows: int, lengths: IntArray) -> None:
+        self.slots, self.ones, self.lengths = self._slots[:rows], self._all_ones[:rows], lengths
 
     def _require_idle(self, call: str) -> None:
         if self.in_flight:

@@ -29,6 +29,7 @@ class CacheManager(Protocol):
     def open(self, tokens: npt.ArrayLike, scope: Scope = ...) -> Sequence:
         """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
 
+        A read-only int32 array is kept, so nobody may write to its memory afterwards; anything else is copied.
         Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
         """
 

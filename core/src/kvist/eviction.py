@@ -28,20 +28,25 @@ class Victim:
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
-def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[list[Victim], list[int]]:
+def choose_victims(
+    tree: PrefixTree, ledger: Ledger, needed: Sequence[int], gaps: bool
+) -> tuple[list[Victim], list[int]]:
     """Least recently used leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
     and a few more for the steps to come where there are any.
+
+    gaps: some groups may lack pages of published blocks.
 
     Returns the victims in the order in which they must go, and the pages each group would still lack. When anything
     is lacking nothing should be evicted: the victims are then all there are.
     """
     arena = ledger.arena
+    groups = range(len(needed))
     if not any(arena.shortage(needed)):
-        return [], [0] * len(needed)
-    group_count = len(needed)
-    wanted = [count + min(len(column) // _AHEAD_PART, _AHEAD_MOST) for count, column in zip(needed, ledger.leases)]
+        return [], [0 for _ in groups]
+    ahead = min(len(ledger.leases[0]) // _AHEAD_PART, _AHEAD_MOST)
+    wanted = [count + ahead for count in needed]
     short = arena.shortage(wanted)
-    freed: list[list[IntArray]] = [[] for _ in range(group_count)]
+    freed: list[list[IntArray]] = [[] for _ in groups]
     victims: list[Victim] = []
     looked_at: list[Extent] = []
     gone: dict[int, int] = {}
@@ -57,17 +62,18 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
         else:
             break
         pages = extent.pages
-        keep = pages.shape[1] - _evictable_blocks(ledger, pages, short)
-        if keep == pages.shape[1]:
+        blocks = pages.shape[1]
+        count = _evictable_blocks(ledger, pages, short, gaps)
+        if not count:
             # Held to its end: offered again when the lease is released.
             continue
         looked_at.append(extent)
-        victims.append(Victim(extent, keep))
-        for group in range(group_count):
-            freed[group].append(present(pages[group, keep:]))
+        victims.append(Victim(extent, blocks - count))
+        for group in groups:
+            freed[group].append(pages[group, blocks - count :] if not gaps else present(pages[group, blocks - count :]))
         short = arena.shortage(wanted, freed)
         parent = extent.parent
-        if not keep and parent is not None and parent.parent is not None:
+        if count == blocks and parent is not None and parent.parent is not None:
             gone[id(parent)] = gone.get(id(parent), 0) + 1
             if gone[id(parent)] == len(parent.children):
                 heapq.heappush(uncovered, (parent.last_used, len(victims), parent))
@@ -75,31 +81,28 @@ def choose_victims(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> t
         looked_at.append(leaf)
     for extent in looked_at:
         tree.offer(extent)
-    return victims, arena.shortage(needed, freed)
+    return victims, arena.shortage(needed, freed) if any(short) else short
 
 
-def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim]) -> list[int]:
+def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim], gaps: bool) -> list[int]:
     """Remove the victims from the index and free their pages. Returns the pages freed per group."""
     counts = [0] * len(ledger.leases)
     for victim in victims:
         removed = tree.truncate(victim.extent, victim.keep_blocks)
         for group, row in enumerate(removed):
-            pages = present(row)
+            pages = present(row) if gaps else row
             if len(pages):
                 ledger.evict(group, pages)
                 counts[group] += len(pages)
     return counts
 
 
-def _evictable_blocks(ledger: Ledger, pages: IntArray, short: Sequence[int]) -> int:
+def _evictable_blocks(ledger: Ledger, pages: IntArray, short: Sequence[int], gaps: bool) -> int:
     """How many trailing blocks to evict: none that is leased, and no more than hold what is lacking."""
     most = -(-sum(short) // len(short)) if ledger.arena.fungible else max(short)
     tail = pages[:, -most:]
     idle = _idle_blocks(ledger, tail)
-    if idle < tail.shape[1]:
-        return idle
-    if np.count_nonzero(tail != NO_PAGE) == tail.size or tail.shape[1] == pages.shape[1]:
-        # Every group has every page, so so many blocks are enough; or there are no more.
+    if not gaps or idle < tail.shape[1] or np.count_nonzero(tail != NO_PAGE) == tail.size:
         return idle
     idle = _idle_blocks(ledger, pages)
     return min(idle, _blocks_for(pages[:, pages.shape[1] - idle :] != NO_PAGE, short, ledger.arena.fungible))

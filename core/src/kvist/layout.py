@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import attrs
@@ -124,7 +125,7 @@ class Layout:
         """Share of a slab lost to padding, for the worst group."""
         return max(1 - group.content_bytes / group.page_bytes for group in self.groups)
 
-    @property
+    @cached_property
     def reuse_unit(self) -> int:
         """Tokens between positions at which reuse can end: every stream has whole rows there."""
         return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))

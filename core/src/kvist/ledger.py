@@ -44,7 +44,9 @@ class Ledger:
         """As ``allocate(group, 1)``, at the cost of scalar accesses."""
         page = self.arena.take_one(group)
         self.leases[group][page] = 1
-        self._hold(group, 1)
+        held = self.held_count[group] = self.held_count[group] + 1
+        if held > self.held_peak[group]:
+            self.held_peak[group] = held
         return page
 
     def lease(self, group: int, pages: IntArray) -> None:

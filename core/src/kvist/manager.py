@@ -19,7 +19,7 @@ from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import Cursor, PrefixTree
 from kvist.publish import Publisher, RestorePolicy
-from kvist.sequence import Partial, Sequence, Tables, as_tokens
+from kvist.sequence import Partial, Sequence, Tables, as_tokens, frozen_tokens
 from kvist.spec import Scope
 from kvist.stats import GroupStats, ManagerStats
 from kvist.step import NO_PAGE, IntArray, Step, present
@@ -55,6 +55,8 @@ class PagedCacheManager:
         self._drops = [group for group in self._group_range if self._publisher.drops[group]]
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
+        #: Longest prompt that is known to fit the whole arena.
+        self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
         self._no_copies = tuple(np.empty((0, 2), np.int32) for _ in layout.groups)
@@ -62,18 +64,20 @@ class PagedCacheManager:
         self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
 
     def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
-        prompt = self._prompt(tokens)
-        self.layout.require_fit(len(prompt))
+        prompt = frozen_tokens(self._prompt(tokens))
+        if len(prompt) > self._fits_up_to:
+            self.layout.require_fit(len(prompt))
+            self._fits_up_to = len(prompt)
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
-        self._claim(sequence, find(self._tree, self.layout, scope, sequence.tokens))
+        self._claim(sequence, find(self._tree, self.layout, self._drops, scope, prompt))
         self._sequences[slot] = sequence
         self._epoch += 1
         return sequence
 
     def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
         prompt = self._prompt(tokens).astype(np.int32, copy=False)
-        return find(self._tree, self.layout, scope, prompt).length
+        return find(self._tree, self.layout, self._drops, scope, prompt).length
 
     def decode_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block, self._changed)
@@ -96,7 +100,7 @@ class PagedCacheManager:
         victims: list[Victim] = []
         shortages: tuple[Shortage, ...] = ()
         if blocks and min(self._ledger.arena.free_count) < blocks:
-            victims, short = choose_victims(self._tree, self._ledger, needed)
+            victims, short = choose_victims(self._tree, self._ledger, needed, bool(self._drops))
             if any(short):
                 shortages = tuple(
                     Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
@@ -112,7 +116,7 @@ class PagedCacheManager:
             )
         self._epoch += 1
         if plan.victims:
-            for group, count in enumerate(evict(self._tree, self._ledger, plan.victims)):
+            for group, count in enumerate(evict(self._tree, self._ledger, plan.victims, bool(self._drops))):
                 self._evicted[group] += count
         decode, runs = plan.decode, plan.runs
         if plan.blocks:
@@ -171,7 +175,7 @@ class PagedCacheManager:
             sequence.advance(count)
             self._computed_tokens += count
             self._count_start(sequence)
-            self._publisher.publish(sequence, final=sequence.computed == sequence.prompt_length)
+            self._publisher.publish(sequence, ended=False)
             if self._drops:
                 self._drop(sequence)
         for holder in plan.sources:
@@ -207,10 +211,11 @@ class PagedCacheManager:
         self._epoch += 1
         if sequence.computed > sequence.reused:
             self._count_start(sequence)
-        self._publisher.publish(sequence, final=True)
+        self._publisher.publish(sequence, ended=True)
         slot, blocks = sequence.slot, sequence.block_count
         for group, table in enumerate(self._tables.arrays):
-            self._ledger.release(group, present(table[slot, :blocks]))
+            row = table[slot, :blocks]
+            self._ledger.release(group, present(row) if self._drops else row)
         self._tables.release(slot, blocks)
         if sequence.partial is not None:
             self._release_partial(sequence.partial)
@@ -315,7 +320,8 @@ class PagedCacheManager:
         allocate = self._ledger.allocate_one
         for sequence in due:
             block = sequence.block_count
-            self._tables.ensure_blocks(block + 1)
+            if block >= self._tables.columns:
+                self._tables.ensure_blocks(block + 1)
             for group, table in enumerate(self._tables.arrays):
                 table[sequence.slot, block] = allocate(group)
             sequence.block_count = block + 1

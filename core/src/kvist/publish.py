@@ -8,8 +8,7 @@ import numpy as np
 from kvist.errors import SpecError
 from kvist.layout import Layout
 from kvist.ledger import Ledger
-from kvist.prefix.extent import Extent
-from kvist.prefix.tree import Cursor, PrefixTree
+from kvist.prefix.tree import Cursor, Inserted, PrefixTree
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
 
@@ -34,7 +33,7 @@ class RestorePolicy:
     def points(self, begin: int, end: int, final: bool, block_tokens: int) -> list[int]:
         """Positions in ``(begin, end]`` to keep; ``final`` says that ``end`` ends a prompt or a turn.
 
-        With the end itself comes the position before it, the last one that the same prompt can resume at.
+        With the end itself comes the position before it, the last one that the same tokens can resume at.
         """
         points = []
         if self.every_blocks is not None:
@@ -57,67 +56,79 @@ class Publisher:
         self._policy = policy
         #: Per group: does it drop blocks while a sequence runs?
         self.drops = [bool(group.retention.droppable(_FAR, 0, self._block)) for group in layout.groups]
+        self._any_drops = any(self.drops)
 
-    def publish(self, sequence: Sequence, *, final: bool) -> None:
-        """Publish what is committed and new: whole blocks, and with ``final`` the open last block too.
+    def publish(self, sequence: Sequence, *, ended: bool) -> None:
+        """Publish what is committed and new: whole blocks, and when the sequence has ``ended`` the open last one too.
 
         Where a whole block is known already, the sequence's table is switched to the known page. The sequence must
         not be in a step.
         """
         end = sequence.committed
-        if not final:
+        if not ended:
             end -= end % self._block
         if end <= sequence.published:
             return
-        own = self._own(sequence, end)
-        offered = self._offer(sequence, own, end, final)
         cursor = sequence.cursor
         if cursor is not None and not cursor.valid:
             cursor = None
-        result = self._tree.insert(sequence.scope, sequence.tokens[:end], offered, cursor)
-        for group, row in enumerate(result.replaced if result.replaced.size else ()):
-            self._ledger.unpublish(group, present(row))
-        begin, stop = result.added
-        for group, row in enumerate(offered[:, begin:stop]):
-            self._ledger.publish(group, present(row))
-        self._merge(sequence, result.tip, own, offered, result.covered_blocks)
+        begin = cursor.length if cursor is not None else 0
+        run = sequence.tokens_from(begin)[: end - begin]
+        source = sequence.prompt if end <= sequence.prompt_length else None
+        first = 0 if self._any_drops else begin // self._block
+        own, offered = self._pages(sequence, end, ended, first)
+        result = self._tree.insert(sequence.scope, run, offered[:, begin // self._block - first :], cursor, source)
+        ledger = self._ledger
+        if result.replaced is not None:
+            for group, row in enumerate(result.replaced):
+                ledger.unpublish(group, present(row))
+        added, stop = result.added
+        if added < stop:
+            for group, row in enumerate(offered[:, added - stop :]):
+                ledger.publish(group, present(row) if self._any_drops else row)
+        if self._any_drops or result.covered_blocks > sequence.published // self._block:
+            self._merge(sequence, result, own, offered, first)
         sequence.published = end
         sequence.tip = result.tip
         sequence.cursor = Cursor.at(result.tip, end - end % self._block)
         self._tree.touch(result.tip)
 
-    def _own(self, sequence: Sequence, end: int) -> IntArray:
+    def _pages(self, sequence: Sequence, end: int, ended: bool, first: int) -> tuple[IntArray, IntArray]:
+        """The sequence's own pages from block ``first`` up to position ``end``, and those to publish: NO_PAGE where a
+        dropping group does not keep a block for a restore point. int32 ``[groups, blocks]``."""
         blocks = sequence.blocks_for(end)
-        if len(self._groups) == 1:
-            return self._tables.arrays[0][sequence.slot : sequence.slot + 1, :blocks]
-        return np.stack([table[sequence.slot, :blocks] for table in self._tables.arrays])
-
-    def _offer(self, sequence: Sequence, own: IntArray, end: int, final: bool) -> IntArray:
-        """The sequence's pages, NO_PAGE where a dropping group does not keep a block for a restore point."""
-        if not any(self.drops):
-            return own
+        if len(self._groups) == 1 and not self._any_drops:
+            own = self._tables.arrays[0][sequence.slot : sequence.slot + 1, first:blocks]
+            return own, own
+        own = np.stack([table[sequence.slot, first:blocks] for table in self._tables.arrays])
+        if not self._any_drops:
+            return own, own
         offered = own.copy()
+        final = ended or sequence.computed >= sequence.prompt_length > sequence.published
         points = self._policy.points(sequence.published, end, final, self._block)
         for group in self._groups:
             if self.drops[group.index]:
-                keep = np.zeros(own.shape[1], np.bool_)
+                keep = np.zeros(blocks, np.bool_)
                 for point in points:
                     for low, high in group.retention.required(point, self._block):
                         keep[low:high] = True
-                offered[group.index, ~keep] = NO_PAGE
-        return offered
+                offered[group.index, ~keep[first:]] = NO_PAGE
+        return own, offered
 
-    def _merge(self, sequence: Sequence, tip: Extent, own: IntArray, offered: IntArray, covered: int) -> None:
-        """Fill gaps of known blocks with offered pages, and use known pages instead of own copies."""
-        first = sequence.published // self._block
+    def _merge(self, sequence: Sequence, result: Inserted, own: IntArray, offered: IntArray, base: int) -> None:
+        """Fill gaps of known blocks with offered pages, and use known pages instead of own copies.
+
+        own, offered: as from ``_pages``, from block ``base`` on.
+        """
+        first, covered = sequence.published // self._block, result.covered_blocks
         lowest = [first] * len(offered)
         for group, row in enumerate(offered):
             if self.drops[group]:
                 kept = np.flatnonzero(row != NO_PAGE)
-                lowest[group] = min(first, int(kept[0])) if len(kept) else covered
+                lowest[group] = min(first, base + int(kept[0])) if len(kept) else covered
         if min(lowest) >= covered:
             return
-        node = tip
+        node = result.tip
         while node.parent is not None:
             node_first = node.start // self._block
             node_end = min(node_first + node.block_count, covered)
@@ -125,7 +136,8 @@ class Publisher:
                 low = max(lowest[group], node_first)
                 if low < node_end:
                     known = node.pages[group, low - node_first : node_end - node_first]
-                    self._merge_run(sequence, group, low, known, own[group, low:node_end], offered[group, low:node_end])
+                    part = slice(low - base, node_end - base)
+                    self._merge_run(sequence, group, low, known, own[group, part], offered[group, part])
             if node_first <= min(lowest):
                 return
             node = node.parent

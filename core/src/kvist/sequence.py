@@ -29,6 +29,8 @@ class Tables:
         self.arrays: list[IntArray] = [np.full((0, 64), NO_PAGE, np.int32) for _ in range(group_count)]
         #: Read-only views of the arrays, for steps.
         self.views: tuple[IntArray, ...] = ()
+        #: Entries in every row.
+        self.columns = 0
         self._free: list[int] = []
         self._resize(16, 64)
 
@@ -57,10 +59,14 @@ class Tables:
             array = np.full((rows, columns), NO_PAGE, np.int32)
             array[:old_rows, : old.shape[1]] = old
             self.arrays[group] = array
+        self.columns = columns
         self.views = tuple(array.view() for array in self.arrays)
         for view in self.views:
             view.flags.writeable = False
         self._free.extend(range(rows - 1, old_rows - 1, -1))
+
+
+_NO_OUTPUT: IntArray = np.empty(0, np.int32)
 
 
 @attrs.frozen(eq=False)
@@ -84,8 +90,7 @@ class Sequence:
 
     __slots__ = (
         "_computed",
-        "_known",
-        "_tokens",
+        "_output",
         "batch",
         "block_count",
         "closed",
@@ -93,8 +98,10 @@ class Sequence:
         "cursor",
         "in_flight",
         "joined_tick",
+        "known",
         "layout",
         "partial",
+        "prompt",
         "prompt_length",
         "published",
         "reused",
@@ -104,15 +111,16 @@ class Sequence:
         "tip",
     )
 
-    def __init__(self, layout: Layout, scope: Scope, slot: int, prompt: npt.NDArray[np.integer]) -> None:
+    def __init__(self, layout: Layout, scope: Scope, slot: int, prompt: IntArray) -> None:
         self.layout = layout
         self.scope = scope
         #: Row in every table, until the sequence is closed.
         self.slot = slot
-        self._known = self.prompt_length = len(prompt)
-        # Room for an answer, so that the prefix tree can go on sharing the buffer when the sequence ends.
-        self._tokens: IntArray = np.empty(len(prompt) + len(prompt) // 4 + 64, np.int32)
-        self._tokens[: len(prompt)] = prompt
+        self.prompt = prompt
+        self.prompt_length = len(prompt)
+        #: Tokens whose ids are known, computed or not.
+        self.known = len(prompt)
+        self._output = _NO_OUTPUT
         self._computed = 0
         #: Tokens taken from the prefix index when the sequence was opened.
         self.reused = 0
@@ -132,13 +140,17 @@ class Sequence:
 
     @property
     def tokens(self) -> IntArray:
-        """int32 ``[known]``: the prompt and everything given to ``extend``. A view; do not write to it."""
-        return self._tokens[: self._known]
+        """int32 ``[known]``: the prompt and everything given to ``extend``. Do not write to it."""
+        return self.tokens_from(0)
 
-    @property
-    def known(self) -> int:
-        """Tokens whose ids are known, computed or not."""
-        return self._known
+    def tokens_from(self, start: int) -> IntArray:
+        """The known tokens from position ``start`` on; a view where they lie in one piece."""
+        if self.known == self.prompt_length:
+            return self.prompt[start:]
+        output = self._output[: self.known - self.prompt_length]
+        if start >= self.prompt_length:
+            return output[start - self.prompt_length :]
+        return np.concatenate((self.prompt[start:], output))
 
     @property
     def computed(self) -> int:
@@ -149,7 +161,7 @@ class Sequence:
     @property
     def committed(self) -> int:
         """Tokens that are both known and computed: what others may reuse."""
-        return min(self._known, self.computed)
+        return min(self.known, self.computed)
 
     @property
     def reserved(self) -> int:
@@ -164,13 +176,14 @@ class Sequence:
         if self.closed:
             raise StateError("extend() on a closed sequence")
         added = as_tokens(tokens, self.layout.spec.vocab_size)
-        end = self._known + len(added)
-        if end > len(self._tokens):
-            grown = np.empty(max(end, len(self._tokens) * 5 // 4 + 64), np.int32)
-            grown[: self._known] = self.tokens
-            self._tokens = grown
-        self._tokens[self._known : end] = added
-        self._known = end
+        length = self.known - self.prompt_length
+        end = length + len(added)
+        if end > len(self._output):
+            grown = np.empty(max(end, 2 * length), np.int32)
+            grown[:length] = self._output[:length]
+            self._output = grown
+        self._output[length:end] = added
+        self.known += len(added)
 
     def advance(self, count: int) -> None:
         """For the manager: ``count`` more rows are written."""
@@ -210,3 +223,12 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
             hint="tokenize with the tokenizer of this model",
         )
     return array
+
+
+def frozen_tokens(tokens: npt.NDArray[np.integer]) -> IntArray:
+    """``tokens`` itself if it is a read-only int32 array, otherwise a read-only copy."""
+    if tokens.dtype == np.int32 and tokens.flags.c_contiguous and not tokens.flags.writeable:
+        return tokens.view(np.int32)
+    frozen = tokens.astype(np.int32)
+    frozen.flags.writeable = False
+    return frozen

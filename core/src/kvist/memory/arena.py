@@ -85,9 +85,10 @@ class Arena:
 
     def take_one(self, group: int) -> int:
         """As ``take(group, 1)``, at the cost of one array read."""
-        assert self.free_count[group]
-        self.free_count[group] -= 1
-        return int(self._free[group][self.free_count[group]])
+        left = self.free_count[group] - 1
+        assert left >= 0
+        self.free_count[group] = left
+        return self._free[group].item(left)
 
     def give(self, group: int, pages: npt.NDArray[np.integer]) -> None:
         """Return pages taken before. Each page is given back once."""

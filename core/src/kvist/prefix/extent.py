@@ -8,6 +8,7 @@ import numpy as np
 
 from kvist.step import IntArray
 
+_NO_TOKENS: IntArray = np.empty(0, np.int32)
 #: A dtype object: parsing the string costs more than the conversion.
 _BIG_ENDIAN = np.dtype(">i4")
 
@@ -25,8 +26,8 @@ class Extent:
     """
 
     __slots__ = (
-        "_pages", "_tokens", "alive", "block_tokens", "children", "last_used", "length", "order", "parent", "start",
-        "version",
+        "_pages", "_source", "_tokens", "alive", "block_tokens", "children", "last_used", "length", "order", "parent",
+        "start", "version",
     )  # fmt: skip
 
     def __init__(self, block_tokens: int, group_count: int, parent: Extent | None, start: int) -> None:
@@ -34,8 +35,10 @@ class Extent:
         self.parent = parent
         self.start = start
         self.length = 0
-        self._tokens: IntArray = np.empty(0, np.int32)
+        self._tokens: IntArray = _NO_TOKENS
         self._pages: IntArray = np.empty((group_count, 0), np.int32)
+        # The array of somebody's whole prompt that _tokens is a view of; None for a buffer of our own.
+        self._source: IntArray | None = None
         self.children: dict[bytes, Extent] = {}
         #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour.
         self.order: list[bytes] = []
@@ -72,33 +75,41 @@ class Extent:
     def key(self) -> bytes:
         return order_key(self._tokens[: min(self.length, self.block_tokens)])
 
-    def append(self, tokens: IntArray, pages: IntArray) -> None:
+    def can_append(self, source: IntArray | None) -> bool:
+        """Would ``append`` be cheap: into a buffer of our own, or by showing more of the same prompt?"""
+        return not self.children and (self._source is None or self._source is source)
+
+    def append(self, run: IntArray, pages: IntArray, source: IntArray | None) -> None:
         """Add blocks after a whole last block.
 
-        tokens: int32, all tokens of some sequence up to the new end; those before ``end`` are known to be equal. The
-        array is kept, not copied, when most of its buffer is this extent's, so it must never change.
-        pages: ``[groups, blocks]`` of the new blocks; copied.
+        run: int32 tokens to add.
+        pages: int32 ``[groups, blocks]`` of them; copied.
+        source: the read-only array of all tokens from position 0 on that ``run`` is a part of, or None. It is kept
+            instead of copied when most of it is this extent's.
         """
-        first, blocks = self.block_count, self.block_count + pages.shape[1]
-        self.length = len(tokens) - self.start
-        run = tokens[self.start :]
-        self._tokens = run if 2 * len(run) >= _buffer_size(run) else run.copy()
-        if blocks > self._pages.shape[1]:
+        first, blocks, end = self.block_count, self.block_count + pages.shape[1], self.length + len(run)
+        if source is not None and (source is self._source or (not self.length and 2 * end >= source.size)):
+            self._source, self._tokens = source, source[self.start : self.start + end]
+        elif end > len(self._tokens) or self._source is not None:
             # The first content fits exactly; what grows again is likely to go on growing.
-            wider = np.empty((len(pages), blocks if not first else max(blocks, first * 3 // 2)), np.int32)
+            grown = np.empty(end if not self.length else end * 3 // 2, np.int32)
+            grown[: self.length] = self._tokens[: self.length]
+            self._source, self._tokens = None, grown
+        if self._source is None:
+            self._tokens[self.length : end] = run
+        if blocks > self._pages.shape[1]:
+            wider = np.empty((len(pages), blocks if not first else blocks * 3 // 2), np.int32)
             wider[:, :first] = self._pages[:, :first]
             self._pages = wider
         self._pages[:, first:blocks] = pages
+        self.length = end
 
     def cut(self, block_count: int) -> IntArray:
         """Keep the first ``block_count`` blocks. Returns the pages ``[groups, removed blocks]`` of the others."""
         removed = self.pages[:, block_count:].copy()
         self.length = min(self.length, block_count * self.block_tokens)
         self.version += 1
-        self._tokens = self._tokens[: self.length]
-        if 2 * self.length < _buffer_size(self._tokens):
-            self._tokens = self._tokens.copy()
-            self._pages = self.pages.copy()
+        self._shrink()
         return removed
 
     def split(self, block_count: int) -> Extent:
@@ -112,15 +123,21 @@ class Extent:
         upper._pages = self._pages[:, :block_count].copy()
         upper.last_used = self.last_used
         self.parent.children[upper.key] = upper
-        # Copies: the lower part must not keep the whole buffer alive.
-        self._tokens = self._tokens[cut : self.length].copy()
+        self._tokens = self._tokens[cut : self.length]
         self._pages = self._pages[:, block_count:blocks].copy()
         self.start += cut
         self.length -= cut
+        self._shrink()
         self.version += 1
         self.parent = upper
         upper.add_child(self)
         return upper
+
+    def _shrink(self) -> None:
+        """Let go of a buffer that is mostly not this extent's any more."""
+        if 2 * self.length < _buffer_size(self._tokens):
+            self._source, self._tokens = None, self._tokens[: self.length].copy()
+            self._pages = self._pages[:, : self.block_count].copy()
 
     def add_child(self, child: Extent) -> None:
         key = child.key
@@ -132,9 +149,8 @@ class Extent:
         del self.children[key]
         del self.order[bisect_left(self.order, key)]
 
-    def closest_child(self, tokens: IntArray) -> tuple[Extent, int] | None:
-        """The child that shares the most leading tokens with ``tokens`` (at most one block), and how many."""
-        key = order_key(tokens[: self.block_tokens])
+    def closest_child(self, key: bytes) -> tuple[Extent, int] | None:
+        """The child that shares the most leading tokens with the block ``key`` stands for, and how many."""
         at = bisect_left(self.order, key)
         best: tuple[Extent, int] | None = None
         for near in self.order[max(0, at - 1) : at + 1]:

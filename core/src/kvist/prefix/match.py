@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 
@@ -30,9 +32,10 @@ class Match:
     path: list[tuple[Extent, int]]
 
 
-def find(tree: PrefixTree, layout: Layout, scope: Scope, tokens: IntArray) -> Match:
+def find(tree: PrefixTree, layout: Layout, dropping: Sequence[int], scope: Scope, tokens: IntArray) -> Match:
     """Longest usable prefix of ``tokens``, at most ``len(tokens) - 1``: one token must remain to be computed.
 
+    dropping: groups whose published runs may have gaps; the others can resume wherever the tokens are known.
     Relies on what a longer length requires, among the blocks below a shorter one, being required at the shorter one
     too. Changes nothing.
     """
@@ -52,11 +55,11 @@ def find(tree: PrefixTree, layout: Layout, scope: Scope, tokens: IntArray) -> Ma
     settled = False
     while not settled and length:
         settled = True
-        for group in layout.groups:
-            fitting = _resumable(group.retention, pages[group.index], length, block)
+        for group in dropping:
+            fitting = _resumable(layout.groups[group].retention, pages[group], length, block)
             fitting -= fitting % layout.reuse_unit
             if fitting < length:
-                length, limited_by, settled = fitting, group.index, False
+                length, limited_by, settled = fitting, group, False
     return Match(length, known, limited_by, pages[:, : -(-length // block)], path)
 
 

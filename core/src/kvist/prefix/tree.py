@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator
 
 import attrs
-import numpy as np
 
 from kvist.prefix.extent import Extent, order_key
 from kvist.spec import Scope
@@ -42,13 +41,13 @@ class Inserted:
     """What :meth:`PrefixTree.insert` did.
 
     tip: the deepest extent that holds tokens of the sequence.
-    replaced: pages ``[groups, n]`` that were the tail block of an extent and are not in the tree any more.
+    replaced: pages ``[groups, 1]`` that were the open tail block of an extent and are not in the tree any more.
     covered_blocks: leading blocks that were known before; their pages may differ from the ones offered.
     added: block ordinals ``[begin, end)`` that are new in the tree, with the pages offered.
     """
 
     tip: Extent
-    replaced: IntArray
+    replaced: IntArray | None
     covered_blocks: int
     added: tuple[int, int]
 
@@ -77,10 +76,11 @@ class PrefixTree:
         #: Leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
         self.candidates: list[tuple[int, int, Extent]] = []
 
-    def walk(self, scope: Scope, tokens: IntArray, start: Cursor | None = None) -> list[tuple[Extent, int]]:
-        """The longest known run of leading ``tokens``: ``(extent, tokens matched in it)``, root side first.
+    def walk(self, scope: Scope, run: IntArray, start: Cursor | None = None) -> list[tuple[Extent, int]]:
+        """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
 
-        With a valid ``start`` only the extents from its own on are listed. Changes nothing.
+        run: tokens from position 0 on, or with a valid ``start`` from there on; only extents from its own on are then
+        listed. Changes nothing.
         """
         block = self.block_tokens
         path: list[tuple[Extent, int]] = []
@@ -92,12 +92,11 @@ class PrefixTree:
             if root is None:
                 return path
             node, matched = root, 0
-        position = node.start + matched
-        total = len(tokens)
+        position, total = 0, len(run)
         while True:
             count = min(node.length - matched, total - position)
             if count:
-                differs = node.tokens[matched : matched + count] != tokens[position : position + count]
+                differs = node._tokens[matched : matched + count] != run[position : position + count]
                 same = int(differs.argmax())
                 if not differs[same]:
                     same = count
@@ -105,11 +104,12 @@ class PrefixTree:
                 position += same
             if node.parent is not None:
                 path.append((node, matched))
-            if matched < node.length or node.length % block or position == total or not node.children:
+            if matched < node.length or not node.children or position == total:
                 return path
-            child = node.children.get(order_key(tokens[position : position + block]))
+            key = order_key(run[position : position + block])
+            child = node.children.get(key)
             if child is None:
-                closest = node.closest_child(tokens[position:])
+                closest = node.closest_child(key)
                 if closest is not None:
                     path.append(closest)
                 return path
@@ -122,45 +122,52 @@ class PrefixTree:
         self.extent_count += 1
         return extent.split(block_count)
 
-    def insert(self, scope: Scope, tokens: IntArray, pages: IntArray, start: Cursor | None = None) -> Inserted:
-        """Add ``tokens`` with their ``pages`` ``[groups, blocks]``; known blocks keep their own pages. Mutates.
+    def insert(
+        self, scope: Scope, run: IntArray, pages: IntArray, start: Cursor | None = None, source: IntArray | None = None
+    ) -> Inserted:
+        """Add a run of tokens with their pages; known blocks keep their own pages. Mutates.
+
+        run: tokens from position 0 on, or with a valid ``start`` from there on.
+        pages: int32 ``[groups, blocks]`` of the run.
+        source: the read-only array of all tokens from position 0 on, if ``run`` is a part of it; may be kept.
 
         An open last block that is already covered by a longer or equal run is left out; one that a known open block
-        is a prefix of replaces that block. ``tokens`` may be kept and must never change.
+        is a prefix of replaces that block.
         """
         block = self.block_tokens
-        none = np.empty((self.group_count, 0), np.int32)
-        path = self.walk(scope, tokens, start)
+        offset = start.length if start is not None else 0
+        path = self.walk(scope, run, start)
         node: Extent = path[-1][0] if path else self._root(scope)
         known = node.start + path[-1][1] if path else 0
-        if known == len(tokens):
-            return Inserted(node, none, known // block, (known // block, known // block))
         first = known // block
-        rest_pages = pages[:, first:]
-        replaced = none
+        if known == offset + len(run):
+            return Inserted(node, None, first, (first, first))
+        run, pages = run[first * block - offset :], pages[:, first - offset // block :]
+        replaced = None
         if node.parent is not None and known < node.end:
             node = self._parent_for_branch(node, first * block)
         elif known % block:
             # The known tail is an open block and a prefix of ours: ours takes its place.
             if node.length < block:
-                node.parent.remove_child(node.key)  # type: ignore[union-attr]
+                assert node.parent is not None
+                node.parent.remove_child(node.key)
                 replaced = node.cut(0)
-                node.append(tokens, rest_pages)
-                node.parent.add_child(node)  # type: ignore[union-attr]
+                node.append(run, pages, source)
+                node.parent.add_child(node)
             else:
                 replaced = node.cut(node.length // block)
-                node.append(tokens, rest_pages)
-            return Inserted(node, replaced, first, (first, first + rest_pages.shape[1]))
-        if node.parent is not None and not node.children:
-            node.append(tokens, rest_pages)
+                node.append(run, pages, source)
+            return Inserted(node, replaced, first, (first, first + pages.shape[1]))
+        if node.parent is not None and node.can_append(source):
+            node.append(run, pages, source)
         else:
             child = Extent(block, self.group_count, node, first * block)
-            child.append(tokens, rest_pages)
+            child.append(run, pages, source)
             child.last_used = self._clock
             node.add_child(child)
             self.extent_count += 1
             node = child
-        return Inserted(node, replaced, first, (first, first + rest_pages.shape[1]))
+        return Inserted(node, replaced, first, (first, first + pages.shape[1]))
 
     def touch(self, extent: Extent) -> None:
         """Mark the whole path to ``extent`` as just used, and make its end a candidate for eviction again."""
