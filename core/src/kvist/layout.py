@@ -144,23 +144,28 @@ class Layout:
         known = sorted({p.stream.name for g in self.groups for p in g.parts if p.layer_id == layer_id})
         raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
 
+    def fits(self, length: int) -> bool:
+        """Could a sequence of ``length`` tokens run if it had the whole arena?"""
+        return self._slabs_for(length) < self.slab_count
+
     def require_fit(self, length: int) -> None:
         """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
-        slabs = 0
-        worst: tuple[float, Group, int] | None = None
-        for group in self.groups:
-            pages = sum(end - begin for begin, end in group.retention.live(length, self.block_tokens))
-            per_slab = self.slab_bytes // group.page_bytes
-            slabs += ceil_div(pages, per_slab)
-            if worst is None or pages / per_slab > worst[0]:
-                worst = pages / per_slab, group, pages
-        if slabs > self.slab_count - 1 and worst is not None:
-            _, group, pages = worst
+        if not self.fits(length):
+            pages = {group.name: self._live_pages(group, length) for group in self.groups}
             raise CapacityError(
-                f"{length} tokens never fit: they need {slabs * self.slab_bytes} bytes ({pages} pages of group "
-                f"{group.name}) and the cache has {(self.slab_count - 1) * self.slab_bytes}",
+                f"{length} tokens never fit: they need {self._slabs_for(length) * self.slab_bytes} bytes ("
+                + ", ".join(f"{count} pages of group {name}" for name, count in pages.items())
+                + f") and the cache has {(self.slab_count - 1) * self.slab_bytes}",
                 hint="shorten the request or give the cache more memory",
             )
+
+    def _live_pages(self, group: Group, length: int) -> int:
+        return sum(end - begin for begin, end in group.retention.live(length, self.block_tokens))
+
+    def _slabs_for(self, length: int) -> int:
+        return sum(
+            ceil_div(self._live_pages(group, length), self.slab_bytes // group.page_bytes) for group in self.groups
+        )
 
     def _require_room(self, memory_bytes: int) -> None:
         needed = len(self.groups) + 1

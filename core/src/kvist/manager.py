@@ -55,7 +55,7 @@ class PagedCacheManager:
         self._drops = [group for group in self._group_range if self._publisher.drops[group]]
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
-        #: Longest prompt that is known to fit the whole arena.
+        #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
@@ -67,17 +67,16 @@ class PagedCacheManager:
         prompt = frozen_tokens(self._prompt(tokens))
         if len(prompt) > self._fits_up_to:
             self.layout.require_fit(len(prompt))
-            self._fits_up_to = len(prompt)
+        match = self._match(prompt, scope)
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
-        self._claim(sequence, find(self._tree, self.layout, self._drops, scope, prompt))
+        self._claim(sequence, match)
         self._sequences[slot] = sequence
         self._epoch += 1
         return sequence
 
     def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
-        prompt = self._prompt(tokens).astype(np.int32, copy=False)
-        return find(self._tree, self.layout, self._drops, scope, prompt).length
+        return self._match(self._prompt(tokens).astype(np.int32, copy=False), scope).length
 
     def decode_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block, self._changed)
@@ -220,7 +219,7 @@ class PagedCacheManager:
         if sequence.partial is not None:
             self._release_partial(sequence.partial)
         if sequence.tip is not None:
-            self._tree.touch(sequence.tip)
+            self._tree.touch(sequence.tip, sequence.published)
         del self._sequences[slot]
         sequence.closed = True
 
@@ -281,6 +280,13 @@ class PagedCacheManager:
             )
         return prompt
 
+    def _match(self, prompt: IntArray, scope: Scope) -> Match:
+        # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
+        spare = len(prompt) + self._block
+        if spare > self._fits_up_to and self.layout.fits(spare):
+            self._fits_up_to = spare
+        return find(self._tree, self.layout, self._drops, scope, prompt, whole_blocks=spare > self._fits_up_to)
+
     def _claim(self, sequence: Sequence, match: Match) -> None:
         """Take leases on what ``match`` found and set the sequence's lengths to it."""
         length = match.length
@@ -310,7 +316,7 @@ class PagedCacheManager:
                 sequence.published = boundary
                 sequence.tip = tip
                 sequence.cursor = Cursor.at(tip, boundary)
-                self._tree.touch(tip)
+                self._tree.touch(tip, boundary)
             if boundary < length <= extent.start + matched:
                 sequence.partial = Partial(sequence, partial, extent)
                 break

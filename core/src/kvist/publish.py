@@ -91,7 +91,7 @@ class Publisher:
         sequence.published = end
         sequence.tip = result.tip
         sequence.cursor = Cursor.at(result.tip, end - end % self._block)
-        self._tree.touch(result.tip)
+        self._tree.touch(result.tip, end)
 
     def _pages(self, sequence: Sequence, end: int, ended: bool, first: int) -> tuple[IntArray, IntArray]:
         """The sequence's own pages from block ``first`` up to position ``end``, and those to publish: NO_PAGE where a

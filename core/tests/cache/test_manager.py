@@ -287,6 +287,17 @@ def test_a_pages_last_reader_decides_when_it_may_go() -> None:
     compute(manager, other)
 
 
+def test_a_prompt_that_only_just_fits_goes_without_a_part_of_a_block() -> None:
+    manager = manager_of(5)
+    cached(manager, range(1, 19))
+    for length, reused in ((16, 6), (20, 4)):
+        prompt = tokens(range(1, 7), range(50, 44 + length))
+        assert manager.probe(prompt) == reused
+    sequence = manager.open(prompt)
+    compute(manager, sequence)
+    manager.close(sequence)
+
+
 # Windows
 
 

@@ -32,10 +32,20 @@ class Match:
     path: list[tuple[Extent, int]]
 
 
-def find(tree: PrefixTree, layout: Layout, dropping: Sequence[int], scope: Scope, tokens: IntArray) -> Match:
+def find(
+    tree: PrefixTree,
+    layout: Layout,
+    dropping: Sequence[int],
+    scope: Scope,
+    tokens: IntArray,
+    *,
+    whole_blocks: bool = False,
+) -> Match:
     """Longest usable prefix of ``tokens``, at most ``len(tokens) - 1``: one token must remain to be computed.
 
     dropping: groups whose published runs may have gaps; the others can resume wherever the tokens are known.
+    whole_blocks: end at a block boundary.
+
     Relies on what a longer length requires, among the blocks below a shorter one, being required at the shorter one
     too. Changes nothing.
     """
@@ -46,7 +56,8 @@ def find(tree: PrefixTree, layout: Layout, dropping: Sequence[int], scope: Scope
         return Match(0, 0, None, np.empty((group_count, 0), np.int32), path)
     known = path[-1][0].start + path[-1][1]
     length = min(known, len(tokens) - 1)
-    length -= length % layout.reuse_unit
+    unit = block if whole_blocks else layout.reuse_unit
+    length -= length % unit
     pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
     # one is whole, so pieces always meet at block boundaries.
@@ -57,7 +68,7 @@ def find(tree: PrefixTree, layout: Layout, dropping: Sequence[int], scope: Scope
         settled = True
         for group in dropping:
             fitting = _resumable(layout.groups[group].retention, pages[group], length, block)
-            fitting -= fitting % layout.reuse_unit
+            fitting -= fitting % unit
             if fitting < length:
                 length, limited_by, settled = fitting, group, False
     return Match(length, known, limited_by, pages[:, : -(-length // block)], path)

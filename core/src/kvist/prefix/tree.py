@@ -169,15 +169,20 @@ class PrefixTree:
             node = child
         return Inserted(node, replaced, first, (first, first + pages.shape[1]))
 
-    def touch(self, extent: Extent) -> None:
-        """Mark the whole path to ``extent`` as just used, and make its end a candidate for eviction again."""
+    def touch(self, extent: Extent, length: int) -> None:
+        """Mark the first ``length`` tokens of the path to ``extent`` as just used, and let what ends there be found for
+        eviction again. Splits an extent in which they end, so that what is behind them keeps its age. Mutates."""
         self._clock += 1
         extent = _alive(extent)
+        self.offer(extent)
+        while extent.start >= length and extent.parent is not None:
+            extent = extent.parent
+        if extent.parent is not None and extent.end > length:
+            extent = self.split_at(extent, -(-length // self.block_tokens) - extent.start // self.block_tokens)
         node: Extent | None = extent
         while node is not None:
             node.last_used = self._clock
             node = node.parent
-        self.offer(extent)
 
     def offer(self, extent: Extent) -> None:
         """Let ``extent``, or what is left of the path to it, be found by :meth:`leaves` if it is a leaf. Call when one

@@ -1,0 +1,1 @@
+"""Other cache managers, each driven inside an environment of its own."""

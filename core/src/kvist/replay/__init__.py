@@ -1,0 +1,1 @@
+"""Run the cache manager alone on a request trace: no weights, no GPU. This is how an operator sizes a cache."""
