@@ -73,7 +73,7 @@ def _tree_faults(tree: PrefixTree, extents: list[Extent]) -> list[str]:
 
 def _candidate_faults(ledger: Ledger, tree: PrefixTree, extents: list[Extent]) -> list[str]:
     """Every leaf whose last block nobody holds can be found for eviction."""
-    offered = {id(extent) for _, _, extent in tree.candidates}
+    offered = {id(extent) for _, _, extent in tree.candidates} | {id(extent) for extent in tree.set_aside}
     faults = []
     for extent in extents:
         if not extent.children and id(extent) not in offered:

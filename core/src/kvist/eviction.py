@@ -69,9 +69,12 @@ def choose_victims(
             continue
         looked_at.append(extent)
         victims.append(Victim(extent, blocks - count))
-        for group in groups:
-            freed[group].append(pages[group, blocks - count :] if not gaps else present(pages[group, blocks - count :]))
-        short = arena.shortage(wanted, freed)
+        if len(short) == 1 and not gaps:
+            short = [short[0] - count]
+        else:
+            for group in groups:
+                freed[group].append(present(pages[group, blocks - count :]))
+            short = arena.shortage(wanted, freed)
         parent = extent.parent
         if count == blocks and parent is not None and parent.parent is not None:
             gone[id(parent)] = gone.get(id(parent), 0) + 1
@@ -79,9 +82,11 @@ def choose_victims(
                 heapq.heappush(uncovered, (parent.last_used, len(victims), parent))
     if leaf is not None:
         looked_at.append(leaf)
-    for extent in looked_at:
-        tree.offer(extent)
-    return victims, arena.shortage(needed, freed) if any(short) else short
+    tree.set_aside = looked_at
+    if any(short):
+        # Not all of what lies ahead could be had: what is lacking without it?
+        short = arena.shortage(needed, freed) if len(short) > 1 or gaps else [max(0, short[0] - ahead)]
+    return victims, short
 
 
 def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim], gaps: bool) -> list[int]:

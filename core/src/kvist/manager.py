@@ -220,6 +220,7 @@ class PagedCacheManager:
             self._release_partial(sequence.partial)
         if sequence.tip is not None:
             self._tree.touch(sequence.tip, sequence.published)
+            self._tree.offer(sequence.tip)
         del self._sequences[slot]
         sequence.closed = True
 

@@ -92,6 +92,9 @@ class Publisher:
         sequence.tip = result.tip
         sequence.cursor = Cursor.at(result.tip, end - end % self._block)
         self._tree.touch(result.tip, end)
+        if self._any_drops:
+            # Blocks may have been published without any page of this sequence.
+            self._tree.offer(result.tip)
 
     def _pages(self, sequence: Sequence, end: int, ended: bool, first: int) -> tuple[IntArray, IntArray]:
         """The sequence's own pages from block ``first`` up to position ``end``, and those to publish: NO_PAGE where a

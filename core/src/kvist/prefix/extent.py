@@ -8,7 +8,6 @@ import numpy as np
 
 from kvist.step import IntArray
 
-_NO_TOKENS: IntArray = np.empty(0, np.int32)
 #: A dtype object: parsing the string costs more than the conversion.
 _BIG_ENDIAN = np.dtype(">i4")
 
@@ -26,22 +25,33 @@ class Extent:
     """
 
     __slots__ = (
-        "_pages", "_source", "_tokens", "alive", "block_tokens", "children", "last_used", "length", "order", "parent",
+        "_pages", "key", "_source", "_tokens", "alive", "block_tokens", "children", "last_used", "length", "order", "parent",
         "start", "version",
     )  # fmt: skip
 
-    def __init__(self, block_tokens: int, group_count: int, parent: Extent | None, start: int) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        parent: Extent | None,
+        start: int,
+        run: IntArray,
+        pages: IntArray,
+        source: IntArray | None = None,
+    ) -> None:
+        """``run``, ``pages`` and ``source`` as in :meth:`append`."""
         self.block_tokens = block_tokens
         self.parent = parent
         self.start = start
-        self.length = 0
-        self._tokens: IntArray = _NO_TOKENS
-        self._pages: IntArray = np.empty((group_count, 0), np.int32)
+        self.length = len(run)
         # The array of somebody's whole prompt that _tokens is a view of; None for a buffer of our own.
-        self._source: IntArray | None = None
+        self._source = source if source is not None and 2 * len(run) >= source.size else None
+        self._tokens: IntArray = run if self._source is not None else run.copy()
+        self._pages: IntArray = pages.copy()
         self.children: dict[bytes, Extent] = {}
         #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour.
         self.order: list[bytes] = []
+        #: Tokens of the first block, as the parent files them.
+        self.key = order_key(run[:block_tokens])
         self.last_used = 0
         self.alive = True
         #: Grows whenever tokens are removed, so that a remembered position can be checked in O(1).
@@ -71,10 +81,6 @@ class Extent:
         """int32 ``[groups, block_count]``, a writable view."""
         return self._pages[:, : self.block_count]
 
-    @property
-    def key(self) -> bytes:
-        return order_key(self._tokens[: min(self.length, self.block_tokens)])
-
     def can_append(self, source: IntArray | None) -> bool:
         """Would ``append`` be cheap: into a buffer of our own, or by showing more of the same prompt?"""
         return not self.children and (self._source is None or self._source is source)
@@ -87,18 +93,19 @@ class Extent:
         source: the read-only array of all tokens from position 0 on that ``run`` is a part of, or None. It is kept
             instead of copied when most of it is this extent's.
         """
-        first, blocks, end = self.block_count, self.block_count + pages.shape[1], self.length + len(run)
-        if source is not None and (source is self._source or (not self.length and 2 * end >= source.size)):
-            self._source, self._tokens = source, source[self.start : self.start + end]
-        elif end > len(self._tokens) or self._source is not None:
-            # The first content fits exactly; what grows again is likely to go on growing.
-            grown = np.empty(end if not self.length else end * 3 // 2, np.int32)
-            grown[: self.length] = self._tokens[: self.length]
-            self._source, self._tokens = None, grown
-        if self._source is None:
+        first = self.block_count
+        blocks, end = first + pages.shape[1], self.length + len(run)
+        if source is not None and source is self._source:
+            self._tokens = source[self.start : self.start + end]
+        else:
+            if end > len(self._tokens) or self._source is not None:
+                # What grows once is likely to go on growing.
+                grown = np.empty(end * 3 // 2, np.int32)
+                grown[: self.length] = self._tokens[: self.length]
+                self._source, self._tokens = None, grown
             self._tokens[self.length : end] = run
         if blocks > self._pages.shape[1]:
-            wider = np.empty((len(pages), blocks if not first else blocks * 3 // 2), np.int32)
+            wider = np.empty((len(pages), blocks * 3 // 2), np.int32)
             wider[:, :first] = self._pages[:, :first]
             self._pages = wider
         self._pages[:, first:blocks] = pages
@@ -116,17 +123,15 @@ class Extent:
         """Move the first ``block_count`` blocks into a new parent, which takes this extent's place. Returns it."""
         blocks = self.block_count
         assert self.parent is not None and 0 < block_count < blocks
-        upper = Extent(self.block_tokens, len(self._pages), self.parent, self.start)
         cut = block_count * self.block_tokens
-        upper.length = cut
-        upper._tokens = self._tokens[:cut].copy()
-        upper._pages = self._pages[:, :block_count].copy()
+        upper = Extent(self.block_tokens, self.parent, self.start, self._tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
         self.parent.children[upper.key] = upper
         self._tokens = self._tokens[cut : self.length]
         self._pages = self._pages[:, block_count:blocks].copy()
         self.start += cut
         self.length -= cut
+        self.key = order_key(self._tokens[: self.block_tokens])
         self._shrink()
         self.version += 1
         self.parent = upper
@@ -140,10 +145,15 @@ class Extent:
             self._pages = self._pages[:, : self.block_count].copy()
 
     def add_child(self, child: Extent) -> None:
-        key = child.key
-        assert key not in self.children
-        self.children[key] = child
-        insort(self.order, key)
+        assert child.key not in self.children
+        self.children[child.key] = child
+        insort(self.order, child.key)
+
+    def replace_child(self, child: Extent, key: bytes) -> None:
+        """File a child whose first block has changed under its new ``key``."""
+        self.remove_child(child.key)
+        child.key = key
+        self.add_child(child)
 
     def remove_child(self, key: bytes) -> None:
         del self.children[key]

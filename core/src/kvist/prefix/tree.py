@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator
 
 import attrs
+import numpy as np
 
 from kvist.prefix.extent import Extent, order_key
 from kvist.spec import Scope
@@ -75,6 +76,8 @@ class PrefixTree:
         self._push_count = 0
         #: Leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
         self.candidates: list[tuple[int, int, Extent]] = []
+        #: Leaves taken from the candidates for a plan that may not be committed.
+        self.set_aside: list[Extent] = []
 
     def walk(self, scope: Scope, run: IntArray, start: Cursor | None = None) -> list[tuple[Extent, int]]:
         """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
@@ -148,21 +151,17 @@ class PrefixTree:
             node = self._parent_for_branch(node, first * block)
         elif known % block:
             # The known tail is an open block and a prefix of ours: ours takes its place.
-            if node.length < block:
+            replaced = node.cut(node.length // block)
+            node.append(run, pages, source)
+            if node.length == len(run):
+                # It had nothing but the open block.
                 assert node.parent is not None
-                node.parent.remove_child(node.key)
-                replaced = node.cut(0)
-                node.append(run, pages, source)
-                node.parent.add_child(node)
-            else:
-                replaced = node.cut(node.length // block)
-                node.append(run, pages, source)
+                node.parent.replace_child(node, order_key(run[:block]))
             return Inserted(node, replaced, first, (first, first + pages.shape[1]))
         if node.parent is not None and node.can_append(source):
             node.append(run, pages, source)
         else:
-            child = Extent(block, self.group_count, node, first * block)
-            child.append(run, pages, source)
+            child = Extent(block, node, first * block, run, pages, source)
             child.last_used = self._clock
             node.add_child(child)
             self.extent_count += 1
@@ -170,11 +169,11 @@ class PrefixTree:
         return Inserted(node, replaced, first, (first, first + pages.shape[1]))
 
     def touch(self, extent: Extent, length: int) -> None:
-        """Mark the first ``length`` tokens of the path to ``extent`` as just used, and let what ends there be found for
-        eviction again. Splits an extent in which they end, so that what is behind them keeps its age. Mutates."""
+        """Mark the first ``length`` tokens of the path to ``extent`` as just used. Splits an extent in which they end,
+        so that what is behind them keeps its age. Mutates."""
         self._clock += 1
-        extent = _alive(extent)
-        self.offer(extent)
+        if not extent.alive:
+            extent = _alive(extent)
         while extent.start >= length and extent.parent is not None:
             extent = extent.parent
         if extent.parent is not None and extent.end > length:
@@ -185,9 +184,10 @@ class PrefixTree:
             node = node.parent
 
     def offer(self, extent: Extent) -> None:
-        """Let ``extent``, or what is left of the path to it, be found by :meth:`leaves` if it is a leaf. Call when one
-        of its leases is released."""
-        extent = _alive(extent)
+        """Let ``extent``, or what is left of the path to it, be found by :meth:`leaves` if it is a leaf. Call when a
+        lease on one of its pages, or on a page of the path to it, is released."""
+        if not extent.alive:
+            extent = _alive(extent)
         if extent.alive and not extent.children and extent.parent is not None:
             self._push_count += 1
             heapq.heappush(self.candidates, (extent.last_used, self._push_count, extent))
@@ -195,8 +195,11 @@ class PrefixTree:
                 self._compact_heap()
 
     def leaves(self) -> Iterator[Extent]:
-        """Leaves from the least recently used on, each once. Extents popped are gone from the candidates until they
-        are offered again."""
+        """Leaves from the least recently used on, each once. Those taken are not candidates any more until they are
+        offered again, except that ``set_aside`` ones come back by themselves the next time."""
+        for extent in self.set_aside:
+            self.offer(extent)
+        self.set_aside = []
         heap = self.candidates
         seen: set[int] = set()
         while heap:
@@ -242,7 +245,8 @@ class PrefixTree:
     def _root(self, scope: Scope) -> _Root:
         root = self.roots.get(scope)
         if root is None:
-            root = self.roots[scope] = _Root(self.block_tokens, self.group_count, None, 0)
+            nothing = np.empty((self.group_count, 0), np.int32)
+            root = self.roots[scope] = _Root(self.block_tokens, None, 0, np.empty(0, np.int32), nothing)
             root.scope = scope
         return root
 
