@@ -27,6 +27,9 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.ticks = 0
         self.in_flight = False
+        #: Some rows may have a page for their next token although it opens a block: after a cancelled step, or when they
+        #: reserved room for drafts before they joined.
+        self.irregular = False
         self._changed = changed
         self._slots: IntArray = np.empty(64, np.int32)
         #: int32 ``[rows]``; a view that is replaced, not changed, when rows come and go.
@@ -63,6 +66,8 @@ class DecodeBatch:
         self._show(row + 1, np.concatenate((self.lengths, np.array((sequence.computed,), np.int32))))
         self.sequences.append(sequence)
         self._wheel[(self.ticks - sequence.computed) % self.block_tokens].append(sequence)
+        if sequence.block_count * self.block_tokens >= sequence.computed + self.block_tokens:
+            self.irregular = True
         sequence.joined_tick = self.ticks
         sequence.batch = self
         self._changed()

@@ -117,9 +117,9 @@ def _idle_blocks(ledger: Ledger, pages: IntArray) -> int:
     """Trailing blocks none of whose pages is leased."""
     block_count = int(pages.shape[1])
     held: npt.NDArray[np.bool_] | None = None
-    for group, row in enumerate(pages):
+    for column, row in zip(ledger.leases, pages):
         # NO_PAGE reads the last page's count, which is discarded below.
-        leases = ledger.leases[group].take(row, mode="wrap")
+        leases = column.take(row, mode="wrap")
         if np.count_nonzero(leases):
             leased = (leases > 0) & (row != NO_PAGE)
             held = leased if held is None else held | leased

@@ -92,9 +92,9 @@ class PagedCacheManager:
             if decode.in_flight:
                 raise StateError("plan() of a decode batch whose step is in flight", hint="complete the step first")
             due = decode.at_boundary()
-            if due:
+            if due and decode.irregular:
                 due = [s for s in due if s.block_count * self._block <= s.computed]
-                blocks += len(due)
+            blocks += len(due)
         needed = [blocks] * len(self._group_range)
         victims: list[Victim] = []
         shortages: tuple[Shortage, ...] = ()
@@ -118,7 +118,7 @@ class PagedCacheManager:
             for group, count in enumerate(evict(self._tree, self._ledger, plan.victims, bool(self._drops))):
                 self._evicted[group] += count
         decode, runs = plan.decode, plan.runs
-        if plan.blocks:
+        if plan.blocks and len(self._group_range) > 1:
             self._ledger.arena.gather(plan.needed)
         if plan.due:
             self._open_blocks(plan.due)
@@ -188,6 +188,7 @@ class PagedCacheManager:
         self._epoch += 1
         if plan.decode is not None:
             plan.decode.in_flight = False
+            plan.decode.irregular = True
         for run in plan.runs:
             run.sequence.in_flight = False
         for holder in plan.sources:
