@@ -71,3 +71,11 @@ def test_the_plugin_of_the_how_to_is_a_plugin():
     assert (info.name, names["KVIST_SPEC"]) == ("mamba", hookspecs.SPEC_VERSION)
     exec(command, names)
     assert names["command"]("you") is None
+
+
+def test_the_tutorial_runs_as_it_stands(capsys):
+    text = (ROOT / "docs" / "tutorial" / "embed-kvist.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    exec(compile("\n".join(blocks), "embed-kvist.md", "exec"), {"__name__": "tutorial"})
+    assert "10000 tokens never fit" in capsys.readouterr().out
