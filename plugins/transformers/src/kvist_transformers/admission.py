@@ -1,0 +1,52 @@
+"""Which requests are refused at once, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvist.errors import CapacityError, RequestError
+from kvist.layout import Layout
+from kvist.manager import Shortage
+from kvist_transformers.request import Completion, Request
+
+
+def check_request(request: Request, layout: Layout) -> None:
+    """Raises RequestError for an empty prompt, a token id outside the vocabulary or more tokens than the model has
+    positions, CapacityError when an empty cache could not hold the request to its end.
+    """
+    tokens, spec = request.tokens, layout.spec
+    if not len(tokens):
+        raise RequestError("the prompt is empty", hint="send at least one token, e.g. the model's start token")
+    end = np.iinfo(np.int32).max if spec.vocab_size is None else spec.vocab_size
+    outside = np.flatnonzero((tokens < 0) | (tokens >= end))
+    if len(outside):
+        at = int(outside[0])
+        raise RequestError(
+            f"token id {tokens[at]} at position {at} is outside the vocabulary of {end} tokens",
+            hint="tokenize with the model's own tokenizer",
+        )
+    # The last generated token is never fed back.
+    length = len(tokens) + request.max_new_tokens - 1
+    if spec.max_tokens is not None and length > spec.max_tokens:
+        raise RequestError(
+            f"a prompt of {len(tokens)} tokens and {request.max_new_tokens} new ones take {length} positions, "
+            f"the model has {spec.max_tokens}",
+            hint="shorten the prompt or lower max_new_tokens",
+        )
+    layout.require_fit(length)
+
+
+def shortage_error(layout: Layout, shortages: Sequence[Shortage]) -> CapacityError:
+    """For a request that lacks pages although it runs alone."""
+    lacking = "; ".join(map(str, shortages))
+    return CapacityError(
+        f"one request alone does not fit a cache of {layout.arena_bytes} bytes: {lacking}",
+        hint="give the engine more memory",
+    )
+
+
+def refused(request: Request, error: Exception) -> Completion:
+    """The completion of a request that never ran."""
+    return Completion(-1, len(request.tokens), np.zeros(0, np.int32), "error", 0, 0, error=error)

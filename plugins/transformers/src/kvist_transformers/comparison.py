@@ -1,0 +1,227 @@
+"""Runs the workload on every engine, interleaved, and makes the record that the demo shows and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+import transformers
+
+from kvist_transformers import models
+from kvist_transformers.engine import Engine
+from kvist_transformers.ideal import unbounded_reuse
+from kvist_transformers.peers import GenerateBatchPeer, GeneratePeer, KvistPeer, Limits, Peer, quiet, timed_answer
+from kvist_transformers.workload import Prompts, Turn
+
+KVIST, BATCH, GENERATE = "kvist", "generate_batch", "generate"
+#: What runs several times in turns; older transformers have no generate_batch with settings.
+INTERLEAVED = (KVIST, BATCH) if hasattr(transformers, "ContinuousBatchingConfig") else (KVIST,)
+
+#: Told after each wave: a few words on what just ran.
+Progress = Callable[[str], None]
+
+
+@attrs.frozen
+class Plan:
+    """What to run.
+
+    runs: interleaved runs of Kvist and ``generate_batch`` per dtype; figures are medians over them.
+    sampled_prompts: prompts that ``generate`` answers where its tokens are not needed, for its speed alone.
+    """
+
+    waves: Sequence[Sequence[Turn]]
+    dtypes: Sequence[str]
+    max_new_tokens: int
+    runs: int
+    memory: str = "512MiB"
+    sampled_prompts: int = 4
+
+    @property
+    def ticks(self) -> int:
+        """How often progress is reported."""
+        waves = len(self.waves)
+        return sum(len(INTERLEAVED) * waves * self.runs + (waves if dtype == "float32" else 1) for dtype in self.dtypes)
+
+
+@attrs.frozen
+class RunRecord:
+    """One engine over the whole workload. Counts that an engine does not tell are ``None``.
+
+    answers: prompt and answer of each request, wave by wave.
+    """
+
+    engine: str
+    dtype: str
+    seconds: float
+    answers: list[list[tuple[list[int], list[int]]]]
+    reused_tokens: int | None = None
+    computed_tokens: int | None = None
+    peak_pages: int | None = None
+    page_capacity: int | None = None
+    host_us_per_step: float | None = None
+    model_seconds: float | None = None
+    steps: int | None = None
+
+    @property
+    def requests(self) -> int:
+        """Requests answered."""
+        return sum(len(wave) for wave in self.answers)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens in all prompts."""
+        return sum(len(prompt) for wave in self.answers for prompt, _ in wave)
+
+    @property
+    def generated_tokens(self) -> int:
+        """New tokens."""
+        return sum(len(answer) for wave in self.answers for _, answer in wave)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of wall time, prompts included in the time."""
+        return self.generated_tokens / self.seconds
+
+
+def compare(folder: Any, plan: Plan, progress: Progress) -> tuple[list[RunRecord], dict[str, Any]]:
+    """Run ``plan`` on the model in ``folder``. Returns every run, and the record to show and write."""
+    prompts = Prompts.build(models.load_tokenizer(folder))
+    limits = Limits(plan.max_new_tokens, prompts.stop_token_id)
+    records: list[RunRecord] = []
+    for dtype in plan.dtypes:
+        with quiet():
+            model = models.load_model(folder, dtype)
+            _warm_up(model, plan, limits)
+            for _ in range(plan.runs):
+                for engine in INTERLEAVED:
+                    records.append(_run(engine, model, dtype, plan, limits, prompts, progress))
+            waves = plan.waves if dtype == "float32" else (plan.waves[0][: plan.sampled_prompts],)
+            sampled = attrs.evolve(plan, waves=waves)
+            records.append(_run(GENERATE, model, dtype, sampled, limits, prompts, progress))
+        del model
+    return records, summarize(records, plan)
+
+
+def _run(
+    engine: str, model: Any, dtype: str, plan: Plan, limits: Limits, prompts: Prompts, progress: Progress
+) -> RunRecord:
+    history: dict[str, tuple[list[int], list[int]]] = {}
+    answers: list[list[tuple[list[int], list[int]]]] = []
+    seconds = 0.0
+    with _peer(engine, model, plan, limits) as peer:
+        for number, wave in enumerate(plan.waves):
+            asked = [prompts.prompt(turn, history) for turn in wave]
+            replies, taken = timed_answer(peer, asked)
+            seconds += taken
+            answers.append(list(zip(asked, replies, strict=True)))
+            history |= {turn.name: pair for turn, pair in zip(wave, answers[-1], strict=True)}
+            progress(f"{engine}, {dtype}, wave {number + 1}")
+        extra = _kvist_counts(peer) if isinstance(peer, KvistPeer) else {}
+    return RunRecord(engine, dtype, seconds, answers, **extra)
+
+
+@contextlib.contextmanager
+def _peer(engine: str, model: Any, plan: Plan, limits: Limits) -> Iterator[Peer]:
+    if engine == KVIST:
+        with Engine(model, memory=plan.memory, max_batch_tokens=limits.max_batch_tokens) as kvist:
+            yield KvistPeer(kvist, limits)
+    elif engine == BATCH:
+        peer = GenerateBatchPeer(model, limits)
+        try:
+            yield peer
+        finally:
+            peer.close()
+    else:
+        yield GeneratePeer(model, limits)
+
+
+def _kvist_counts(peer: KvistPeer) -> dict[str, Any]:
+    stats = peer.engine.stats
+    groups = peer.engine.manager.stats().groups
+    return {
+        "reused_tokens": stats.reused_tokens,
+        "computed_tokens": stats.computed_tokens,
+        "peak_pages": sum(group.held_peak for group in groups),
+        "page_capacity": sum(group.capacity for group in groups),
+        "host_us_per_step": stats.host_us_per_step,
+        "model_seconds": stats.model_ns / 1e9,
+        "steps": stats.steps,
+    }
+
+
+def _warm_up(model: Any, plan: Plan, limits: Limits) -> None:
+    """Compile and load what is compiled and loaded at first use, on each engine."""
+    short = attrs.evolve(limits, max_new_tokens=2)
+    for engine in (*INTERLEAVED, GENERATE):
+        with _peer(engine, model, plan, short) as peer:
+            peer.answer([[1, 2, 3, 4], [5, 6, 7]])
+
+
+def summarize(records: Sequence[RunRecord], plan: Plan) -> dict[str, Any]:
+    """The record: headline figures first, then each engine's numbers. ``None`` where something did not run."""
+    # Without the reference or without Kvist in float32 there is nothing to compare.
+    reference = _find(records, GENERATE, "float32")
+    float32 = _find(records, KVIST, "float32")
+    identical = [run.answers == reference[0].answers for run in float32] if reference else []
+    reuse = [_reuse(run) for dtype in plan.dtypes for run in _find(records, KVIST, dtype)]
+    return {
+        "identical": all(identical) if identical else None,
+        "speedup_generate_batch": _speedup(records, "bfloat16", BATCH),
+        "speedup_generate_batch_fp32": _speedup(records, "float32", BATCH),
+        "speedup_generate_fp32": _speedup(records, "float32", GENERATE),
+        "reuse_of_unbounded": min(reuse) if reuse else None,
+        "missing": [] if BATCH in INTERLEAVED else [f"generate_batch: not in transformers {transformers.__version__}"],
+        "runs": plan.runs,
+        "max_new_tokens": plan.max_new_tokens,
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "engines": {
+            dtype: {
+                engine: _numbers(_find(records, engine, dtype))
+                for engine in (KVIST, BATCH, GENERATE)
+                if _find(records, engine, dtype)
+            }
+            for dtype in plan.dtypes
+        },
+    }
+
+
+def _find(records: Sequence[RunRecord], engine: str, dtype: str) -> list[RunRecord]:
+    return [record for record in records if record.engine == engine and record.dtype == dtype]
+
+
+def _speedup(records: Sequence[RunRecord], dtype: str, peer: str) -> float | None:
+    """Median over the runs of Kvist's tokens per second over the peer's in the same turn."""
+    ours, theirs = _find(records, KVIST, dtype), _find(records, peer, dtype)
+    if not ours or not theirs:
+        return None
+    # A peer that ran once is set against each of our runs.
+    theirs = theirs if len(theirs) == len(ours) else theirs * len(ours)
+    return statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, theirs, strict=True))
+
+
+def _reuse(run: RunRecord) -> float:
+    possible = sum(unbounded_reuse(run.answers))
+    return (run.reused_tokens or 0) / possible if possible else 1.0
+
+
+def _numbers(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    middle = sorted(runs, key=lambda run: run.tokens_per_s)[len(runs) // 2]
+    names = ("requests", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+    names += ("peak_pages", "page_capacity", "steps", "model_seconds", "host_us_per_step")
+    return {
+        **{name: getattr(middle, name) for name in names},
+        "seconds": [run.seconds for run in runs],
+        "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
+    }

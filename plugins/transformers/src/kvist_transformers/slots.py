@@ -1,0 +1,85 @@
+"""State of the running requests as NumPy columns, so that a step costs the same Python for one row and for many."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist_transformers.request import Request, TokenArray
+from kvist_transformers.sampling import SamplingColumns
+
+Slots = npt.NDArray[np.int64]
+
+
+class SlotTable:
+    """One row per running request; a row is taken when a request is admitted for the first time and kept to its end.
+
+    output: int32 ``[slots, width]``, generated tokens. count: how many of them. limit: most of them.
+    last: int64, the newest token, which the next step computes.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self._free = list(range(slot_count - 1, -1, -1))
+        self.output = np.zeros((slot_count, 64), np.int32)
+        self.count = np.zeros(slot_count, np.int64)
+        self.limit = np.zeros(slot_count, np.int64)
+        self.last = np.zeros(slot_count, np.int64)
+        self._stop = np.full((slot_count, 1), -1, np.int32)
+        self._sampling = SamplingColumns(
+            temperature=np.zeros(slot_count, np.float64),
+            top_k=np.zeros(slot_count, np.int64),
+            top_p=np.ones(slot_count, np.float64),
+            seed=np.zeros(slot_count, np.uint64),
+        )
+
+    @property
+    def free_count(self) -> int:
+        """Rows that can be taken."""
+        return len(self._free)
+
+    def take(self, request: Request, seed: int) -> int:
+        """A row for ``request``, nothing generated yet. The caller made sure that one is free."""
+        slot = self._free.pop()
+        self.output = _widened(self.output, request.max_new_tokens, 0)
+        self._stop = _widened(self._stop, len(request.stop_token_ids), -1)
+        self.count[slot] = 0
+        self.limit[slot] = request.max_new_tokens
+        self._stop[slot] = -1
+        self._stop[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
+        self._sampling.temperature[slot] = request.sampling.temperature
+        self._sampling.top_k[slot] = request.sampling.top_k
+        self._sampling.top_p[slot] = request.sampling.top_p
+        self._sampling.seed[slot] = seed
+        return slot
+
+    def give(self, slot: int) -> None:
+        """The row may be taken again."""
+        self._free.append(slot)
+
+    def sampling(self, slots: Slots) -> SamplingColumns:
+        """The sampling parameters of some rows."""
+        return self._sampling.take(slots)
+
+    def append(self, slots: Slots, tokens: TokenArray) -> npt.NDArray[np.bool_]:
+        """Add one token to each row. Returns which rows have ended, by a stop token or by their limit."""
+        self.output[slots, self.count[slots]] = tokens
+        self.count[slots] += 1
+        self.last[slots] = tokens
+        return self.stopped(slots) | (self.count[slots] >= self.limit[slots])
+
+    def stopped(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Whether the newest token of each row is one of its stop tokens."""
+        found: npt.NDArray[np.bool_] = (self._stop[slots] == self.last[slots, None]).any(axis=1)
+        return found
+
+    def generated(self, slot: int) -> TokenArray:
+        """A copy of what the row has generated."""
+        return self.output[slot, : self.count[slot]].copy()
+
+
+def _widened(table: npt.NDArray[np.int32], width: int, fill: int) -> npt.NDArray[np.int32]:
+    if table.shape[1] >= width:
+        return table
+    wider = np.full((table.shape[0], max(width, 2 * table.shape[1])), fill, np.int32)
+    wider[:, : table.shape[1]] = table
+    return wider
