@@ -27,8 +27,8 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.ticks = 0
         self.in_flight = False
-        #: Some rows may have a page for their next token although it opens a block: after a cancelled step, or when they
-        #: reserved room for drafts before they joined.
+        #: Some rows may have a page for their next token although it opens a block: after a cancelled step, or when
+        #: they reserved room for drafts before they joined.
         self.irregular = False
         self._changed = changed
         self._slots: IntArray = np.empty(64, np.int32)

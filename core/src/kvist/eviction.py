@@ -53,12 +53,13 @@ def choose_victims(
     # Parents whose children would all be gone, by last use.
     uncovered: list[tuple[int, int, Extent]] = []
     leaves = tree.leaves()
-    leaf = next(leaves, None)
+    leaf: Extent | None = None
     while any(short):
+        leaf = leaf or next(leaves, None)
         if uncovered and (leaf is None or uncovered[0][0] <= leaf.last_used):
             extent = heapq.heappop(uncovered)[2]
         elif leaf is not None:
-            extent, leaf = leaf, next(leaves, None)
+            extent, leaf = leaf, None
         else:
             break
         pages = extent.pages

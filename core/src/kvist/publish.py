@@ -74,10 +74,9 @@ class Publisher:
             cursor = None
         begin = cursor.length if cursor is not None else 0
         run = sequence.tokens_from(begin)[: end - begin]
-        source = sequence.prompt if end <= sequence.prompt_length else None
         first = 0 if self._any_drops else begin // self._block
         own, offered = self._pages(sequence, end, ended, first)
-        result = self._tree.insert(sequence.scope, run, offered[:, begin // self._block - first :], cursor, source)
+        result = self._tree.insert(sequence.scope, run, offered[:, begin // self._block - first :], cursor)
         ledger = self._ledger
         if result.replaced is not None:
             for group, row in enumerate(result.replaced):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import attrs
 import numpy as np
@@ -66,6 +66,7 @@ class Tables:
         self._free.extend(range(rows - 1, old_rows - 1, -1))
 
 
+_INT32 = np.dtype(np.int32)
 _NO_OUTPUT: IntArray = np.empty(0, np.int32)
 
 
@@ -211,7 +212,7 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
     if array.dtype.kind not in "iu":
         raise RequestError(f"token ids are {array.dtype}, not integers")
     limit = vocab_size if vocab_size is not None else 2**31
-    if array.dtype == np.int32:
+    if _is_int32(array):
         # One pass instead of two: read as unsigned, a negative id is larger than any limit.
         wrong = int(array.view(np.uint32).max()) >= limit if array.flags.c_contiguous else True
     else:
@@ -227,8 +228,12 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
 
 def frozen_tokens(tokens: npt.NDArray[np.integer]) -> IntArray:
     """``tokens`` itself if it is a read-only int32 array, otherwise a read-only copy."""
-    if tokens.dtype == np.int32 and tokens.flags.c_contiguous and not tokens.flags.writeable:
-        return tokens.view(np.int32)
+    if _is_int32(tokens) and not tokens.flags.writeable and tokens.flags.c_contiguous:
+        return tokens
     frozen = tokens.astype(np.int32)
     frozen.flags.writeable = False
     return frozen
+
+
+def _is_int32(array: npt.NDArray[np.integer]) -> TypeGuard[IntArray]:
+    return array.dtype is _INT32 or array.dtype == _INT32

@@ -269,7 +269,7 @@ class CacheSpec:
                     )
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Scope:
     """Everything beside the tokens and the model that makes content different. Equal scopes share, others never.
 

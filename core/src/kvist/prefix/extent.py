@@ -25,27 +25,28 @@ class Extent:
     """
 
     __slots__ = (
-        "_pages", "key", "_source", "_tokens", "alive", "block_tokens", "children", "last_used", "length", "order", "parent",
-        "start", "version",
-    )  # fmt: skip
+        "_pages",
+        "_pieces",
+        "alive",
+        "block_tokens",
+        "children",
+        "key",
+        "last_used",
+        "length",
+        "order",
+        "parent",
+        "start",
+        "version",
+    )
 
-    def __init__(
-        self,
-        block_tokens: int,
-        parent: Extent | None,
-        start: int,
-        run: IntArray,
-        pages: IntArray,
-        source: IntArray | None = None,
-    ) -> None:
-        """``run``, ``pages`` and ``source`` as in :meth:`append`."""
+    def __init__(self, block_tokens: int, parent: Extent | None, start: int, run: IntArray, pages: IntArray) -> None:
+        """``run`` and ``pages`` as in :meth:`append`."""
         self.block_tokens = block_tokens
         self.parent = parent
         self.start = start
         self.length = len(run)
-        # The array of somebody's whole prompt that _tokens is a view of; None for a buffer of our own.
-        self._source = source if source is not None and 2 * len(run) >= source.size else None
-        self._tokens: IntArray = run if self._source is not None else run.copy()
+        # The tokens, in the arrays they came in. Joined when somebody compares with them, which few extents ever see.
+        self._pieces = [_kept(run)]
         self._pages: IntArray = pages.copy()
         self.children: dict[bytes, Extent] = {}
         #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour.
@@ -73,76 +74,66 @@ class Extent:
 
     @property
     def tokens(self) -> IntArray:
-        """int32 ``[length]``."""
-        return self._tokens[: self.length]
+        """int32 ``[length]``. Do not write to it."""
+        if len(self._pieces) > 1:
+            self._pieces = [np.concatenate(self._pieces)]
+        return self._pieces[0]
 
     @property
     def pages(self) -> IntArray:
         """int32 ``[groups, block_count]``, a writable view."""
-        return self._pages[:, : self.block_count]
+        return self._pages[:, : -(-self.length // self.block_tokens)]
 
-    def can_append(self, source: IntArray | None) -> bool:
-        """Would ``append`` be cheap: into a buffer of our own, or by showing more of the same prompt?"""
-        return not self.children and (self._source is None or self._source is source)
-
-    def append(self, run: IntArray, pages: IntArray, source: IntArray | None) -> None:
+    def append(self, run: IntArray, pages: IntArray) -> None:
         """Add blocks after a whole last block.
 
-        run: int32 tokens to add.
+        run: int32 tokens to add. Kept instead of copied when it is most of its buffer, so it must never change.
         pages: int32 ``[groups, blocks]`` of them; copied.
-        source: the read-only array of all tokens from position 0 on that ``run`` is a part of, or None. It is kept
-            instead of copied when most of it is this extent's.
         """
         first = self.block_count
-        blocks, end = first + pages.shape[1], self.length + len(run)
-        if source is not None and source is self._source:
-            self._tokens = source[self.start : self.start + end]
-        else:
-            if end > len(self._tokens) or self._source is not None:
-                # What grows once is likely to go on growing.
-                grown = np.empty(end * 3 // 2, np.int32)
-                grown[: self.length] = self._tokens[: self.length]
-                self._source, self._tokens = None, grown
-            self._tokens[self.length : end] = run
+        blocks = first + pages.shape[1]
+        self._pieces.append(_kept(run))
+        self.length += len(run)
         if blocks > self._pages.shape[1]:
+            # What grows once is likely to go on growing.
             wider = np.empty((len(pages), blocks * 3 // 2), np.int32)
             wider[:, :first] = self._pages[:, :first]
             self._pages = wider
         self._pages[:, first:blocks] = pages
-        self.length = end
 
     def cut(self, block_count: int) -> IntArray:
         """Keep the first ``block_count`` blocks. Returns the pages ``[groups, removed blocks]`` of the others."""
         removed = self.pages[:, block_count:].copy()
-        self.length = min(self.length, block_count * self.block_tokens)
+        length = min(self.length, block_count * self.block_tokens)
+        excess, self.length = self.length - length, length
+        while excess:
+            piece = self._pieces.pop()
+            if len(piece) > excess or not self._pieces:
+                self._pieces.append(_kept(piece[: len(piece) - excess]))
+                break
+            excess -= len(piece)
+        if 2 * block_count < self._pages.shape[1]:
+            self._pages = self._pages[:, :block_count].copy()
         self.version += 1
-        self._shrink()
         return removed
 
     def split(self, block_count: int) -> Extent:
         """Move the first ``block_count`` blocks into a new parent, which takes this extent's place. Returns it."""
-        blocks = self.block_count
+        blocks, tokens = self.block_count, self.tokens
         assert self.parent is not None and 0 < block_count < blocks
         cut = block_count * self.block_tokens
-        upper = Extent(self.block_tokens, self.parent, self.start, self._tokens[:cut], self._pages[:, :block_count])
+        upper = Extent(self.block_tokens, self.parent, self.start, tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
         self.parent.children[upper.key] = upper
-        self._tokens = self._tokens[cut : self.length]
+        self._pieces = [_kept(tokens[cut:])]
         self._pages = self._pages[:, block_count:blocks].copy()
         self.start += cut
         self.length -= cut
-        self.key = order_key(self._tokens[: self.block_tokens])
-        self._shrink()
+        self.key = order_key(tokens[cut : cut + self.block_tokens])
         self.version += 1
         self.parent = upper
         upper.add_child(self)
         return upper
-
-    def _shrink(self) -> None:
-        """Let go of a buffer that is mostly not this extent's any more."""
-        if 2 * self.length < _buffer_size(self._tokens):
-            self._source, self._tokens = None, self._tokens[: self.length].copy()
-            self._pages = self._pages[:, : self.block_count].copy()
 
     def add_child(self, child: Extent) -> None:
         assert child.key not in self.children
@@ -170,9 +161,10 @@ class Extent:
         return best
 
 
-def _buffer_size(array: IntArray) -> int:
-    """Elements that ``array`` keeps in memory, itself or by the array it is a view of."""
-    return array.base.size if isinstance(array.base, np.ndarray) else array.size
+def _kept(run: IntArray) -> IntArray:
+    """``run``, or a copy where it would keep a buffer alive that is mostly something else's."""
+    base = run.base
+    return run if not isinstance(base, np.ndarray) or 2 * run.size >= base.size else run.copy()
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:

@@ -99,7 +99,7 @@ class PrefixTree:
         while True:
             count = min(node.length - matched, total - position)
             if count:
-                differs = node._tokens[matched : matched + count] != run[position : position + count]
+                differs = node.tokens[matched : matched + count] != run[position : position + count]
                 same = int(differs.argmax())
                 if not differs[same]:
                     same = count
@@ -125,14 +125,11 @@ class PrefixTree:
         self.extent_count += 1
         return extent.split(block_count)
 
-    def insert(
-        self, scope: Scope, run: IntArray, pages: IntArray, start: Cursor | None = None, source: IntArray | None = None
-    ) -> Inserted:
+    def insert(self, scope: Scope, run: IntArray, pages: IntArray, start: Cursor | None = None) -> Inserted:
         """Add a run of tokens with their pages; known blocks keep their own pages. Mutates.
 
-        run: tokens from position 0 on, or with a valid ``start`` from there on.
+        run: tokens from position 0 on, or with a valid ``start`` from there on; may be kept and must never change.
         pages: int32 ``[groups, blocks]`` of the run.
-        source: the read-only array of all tokens from position 0 on, if ``run`` is a part of it; may be kept.
 
         An open last block that is already covered by a longer or equal run is left out; one that a known open block
         is a prefix of replaces that block.
@@ -152,16 +149,16 @@ class PrefixTree:
         elif known % block:
             # The known tail is an open block and a prefix of ours: ours takes its place.
             replaced = node.cut(node.length // block)
-            node.append(run, pages, source)
+            node.append(run, pages)
             if node.length == len(run):
                 # It had nothing but the open block.
                 assert node.parent is not None
                 node.parent.replace_child(node, order_key(run[:block]))
             return Inserted(node, replaced, first, (first, first + pages.shape[1]))
-        if node.parent is not None and node.can_append(source):
-            node.append(run, pages, source)
+        if node.parent is not None and not node.children:
+            node.append(run, pages)
         else:
-            child = Extent(block, node, first * block, run, pages, source)
+            child = Extent(block, node, first * block, run, pages)
             child.last_used = self._clock
             node.add_child(child)
             self.extent_count += 1
