@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +22,15 @@ class DecodeBatch:
     looks at the due ones only. Made by ``manager.decode_batch()``.
     """
 
-    def __init__(self, block_tokens: int, changed: Callable[[], None]) -> None:
+    def __init__(self, block_tokens: int, max_tokens: int | None, changed: Callable[[], None]) -> None:
         self.block_tokens = block_tokens
         #: Row order of the batch's part of a step. Read only.
         self.sequences: list[Sequence] = []
         self.ticks = 0
         self.in_flight = False
+        self._max_tokens = max_tokens
+        #: The tick at which the first row reaches the model's length.
+        self.limit_tick: float = math.inf
         #: Some rows may have a page for their next token although it opens a block: after a cancelled step, or when
         #: they reserved room for drafts before they joined.
         self.irregular = False
@@ -44,7 +48,11 @@ class DecodeBatch:
         return len(self.sequences)
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence as the last row. Raises StateError while a step is in flight, or if it is in a batch."""
+        """Add a sequence as the last row.
+
+        Raises StateError while a step is in flight, if the sequence is in a batch or a step, or if it has no page for
+        its next token although that continues a block.
+        """
         self._require_idle("join()")
         if sequence.closed or sequence.in_flight or sequence.batch is not None:
             raise StateError(
@@ -68,6 +76,8 @@ class DecodeBatch:
         self._wheel[(self.ticks - sequence.computed) % self.block_tokens].append(sequence)
         if sequence.block_count * self.block_tokens >= sequence.computed + self.block_tokens:
             self.irregular = True
+        if self._max_tokens is not None:
+            self.limit_tick = min(self.limit_tick, self.ticks + self._max_tokens - sequence.computed)
         sequence.joined_tick = self.ticks
         sequence.batch = self
         self._changed()
@@ -85,6 +95,9 @@ class DecodeBatch:
         self._slots = np.concatenate((self._slots[:row], self._slots[row + 1 :], self._slots[:1]))
         self._show(len(self.sequences), np.concatenate((self.lengths[:row], self.lengths[row + 1 :])))
         sequence.rebase(computed)
+        if self._max_tokens is not None:
+            longest = max((other.computed for other in self.sequences), default=-math.inf)
+            self.limit_tick = self.ticks + self._max_tokens - longest
         self._changed()
 
     def at_boundary(self) -> list[Sequence]:
@@ -98,6 +111,7 @@ class DecodeBatch:
 
     def _show(self, rows: int, lengths: IntArray) -> None:
         self.slots, self.ones, self.lengths = self._slots[:rows], self._all_ones[:rows], lengths
+        self.slots.flags.writeable = self.ones.flags.writeable = False
 
     def _require_idle(self, call: str) -> None:
         if self.in_flight:

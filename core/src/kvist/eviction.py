@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -23,26 +23,48 @@ class Victim:
     keep_blocks: int
 
 
+@attrs.frozen(eq=False)
+class Gap:
+    """Pages of one group that leave an extent although its blocks stay: ``blocks`` are int64 indices in the extent."""
+
+    extent: Extent
+    group: int
+    blocks: npt.NDArray[np.int64]
+
+
+@attrs.frozen(eq=False)
+class Eviction:
+    """What goes: victims in the order in which they must go, then gaps."""
+
+    victims: Sequence[Victim] = ()
+    gaps: Sequence[Gap] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.victims or self.gaps)
+
+
+_NOTHING = Eviction()
 #: Pages evicted beyond the need: one part in so many of the arena, at most this many. Decoding needs a page at a time,
 #: and looking for a victim costs far more than one page.
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
-def choose_victims(
-    tree: PrefixTree, ledger: Ledger, needed: Sequence[int], gaps: bool
-) -> tuple[list[Victim], list[int]]:
+def choose(
+    tree: PrefixTree, ledger: Ledger, needed: Sequence[int], dropping: Sequence[int]
+) -> tuple[Eviction, list[int]]:
     """Least recently used leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
     and a few more for the steps to come where there are any.
 
-    gaps: some groups may lack pages of published blocks.
+    dropping: groups that may lack pages of published blocks. When leaves are not enough, their idle pages inside
+        extents that are held for other groups go too: a hit gets shorter, and a request that runs alone can go on.
 
-    Returns the victims in the order in which they must go, and the pages each group would still lack. When anything
-    is lacking nothing should be evicted: the victims are then all there are.
+    Returns the eviction, and the pages each group would still lack. When anything is lacking nothing should be evicted:
+    it is then all there is.
     """
     arena = ledger.arena
     groups = range(len(needed))
     if not any(arena.shortage(needed)):
-        return [], [0 for _ in groups]
+        return _NOTHING, [0 for _ in groups]
     ahead = min(len(ledger.leases[0]) // _AHEAD_PART, _AHEAD_MOST)
     wanted = [count + ahead for count in needed]
     short = arena.shortage(wanted)
@@ -64,13 +86,13 @@ def choose_victims(
             break
         pages = extent.pages
         blocks = pages.shape[1]
-        count = _evictable_blocks(ledger, pages, short, gaps)
+        count = _evictable_blocks(ledger, pages, short, bool(dropping))
         if not count:
             # Held to its end: offered again when the lease is released.
             continue
         looked_at.append(extent)
         victims.append(Victim(extent, blocks - count))
-        if len(short) == 1 and not gaps:
+        if len(short) == 1 and not dropping:
             short = [short[0] - count]
         else:
             for group in groups:
@@ -84,23 +106,58 @@ def choose_victims(
     if leaf is not None:
         looked_at.append(leaf)
     tree.set_aside = looked_at
+    gaps: list[Gap] = []
     if any(short):
         # Not all of what lies ahead could be had: what is lacking without it?
-        short = arena.shortage(needed, freed) if len(short) > 1 or gaps else [max(0, short[0] - ahead)]
-    return victims, short
+        short = arena.shortage(needed, freed) if len(short) > 1 or dropping else [max(0, short[0] - ahead)]
+        if any(short) and dropping:
+            gaps = _choose_gaps(tree, ledger, needed, dropping, {id(v.extent): v.keep_blocks for v in victims}, freed)
+            short = arena.shortage(needed, freed)
+    return Eviction(victims, gaps), short
 
 
-def evict(tree: PrefixTree, ledger: Ledger, victims: Sequence[Victim], gaps: bool) -> list[int]:
-    """Remove the victims from the index and free their pages. Returns the pages freed per group."""
+def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction, dropping: Sequence[int]) -> list[int]:
+    """Remove what was chosen from the index and free its pages. Returns the pages freed per group."""
     counts = [0] * len(ledger.leases)
-    for victim in victims:
+    for victim in eviction.victims:
         removed = tree.truncate(victim.extent, victim.keep_blocks)
         for group, row in enumerate(removed):
-            pages = present(row) if gaps else row
+            pages = present(row) if dropping else row
             if len(pages):
                 ledger.evict(group, pages)
                 counts[group] += len(pages)
+    for gap in eviction.gaps:
+        pages = gap.extent.pages[gap.group, gap.blocks]
+        gap.extent.pages[gap.group, gap.blocks] = NO_PAGE
+        ledger.evict(gap.group, pages)
+        counts[gap.group] += len(pages)
     return counts
+
+
+def _choose_gaps(
+    tree: PrefixTree,
+    ledger: Ledger,
+    needed: Sequence[int],
+    dropping: Sequence[int],
+    keeps: Mapping[int, int],
+    freed: list[list[IntArray]],
+) -> list[Gap]:
+    """Idle pages of dropping groups, of the least recently used extents first, until nothing is lacking.
+
+    keeps: blocks that stay of the extents cut before. freed: per group, what is freed already; extended.
+    """
+    gaps = []
+    for extent in sorted(tree.extents(), key=lambda each: each.last_used):
+        keep = keeps.get(id(extent), extent.block_count)
+        for group in dropping:
+            row = extent.pages[group, :keep]
+            idle = np.flatnonzero((row != NO_PAGE) & (ledger.leases[group].take(row, mode="wrap") == 0))
+            if len(idle):
+                gaps.append(Gap(extent, group, idle))
+                freed[group].append(row[idle])
+        if not any(ledger.arena.shortage(needed, freed)):
+            break
+    return gaps
 
 
 def _evictable_blocks(ledger: Ledger, pages: IntArray, short: Sequence[int], gaps: bool) -> int:

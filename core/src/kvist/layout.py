@@ -21,6 +21,9 @@ PAGE_ALIGNMENT = 64
 #: A slab of a multi-group arena aims at this part of the arena, within the bounds below.
 _SLABS_PER_ARENA = 128
 _SLAB_BYTES_MAX = 32 << 20
+#: Sequences keep what they would need after taking back this many tokens: the same prompt sent again reuses all but its
+#: last token.
+KEPT_ROLLBACK = 1
 
 
 class PageLayout(Protocol):
@@ -151,7 +154,7 @@ class Layout:
     def require_fit(self, length: int) -> None:
         """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
         if not self.fits(length):
-            pages = {group.name: self._live_pages(group, length) for group in self.groups}
+            pages = {group.name: self._most_pages(group, length) for group in self.groups}
             raise CapacityError(
                 f"{length} tokens never fit: they need {self._slabs_for(length) * self.slab_bytes} bytes ("
                 + ", ".join(f"{count} pages of group {name}" for name, count in pages.items())
@@ -159,12 +162,28 @@ class Layout:
                 hint="shorten the request or give the cache more memory",
             )
 
-    def _live_pages(self, group: Group, length: int) -> int:
-        return sum(end - begin for begin, end in group.retention.live(length, self.block_tokens))
+    def _most_pages(self, group: Group, length: int) -> int:
+        """Pages a sequence holds at most on its way to ``length`` tokens, computed one by one.
+
+        The peak comes when a block is opened, and comes back unchanged once the group drops blocks, so two blocks
+        beyond the first drop are far enough.
+        """
+        block, droppable = self.block_tokens, group.retention.droppable
+        if not droppable(length, KEPT_ROLLBACK, block):
+            return ceil_div(length, block)
+        most, far_enough = 0, length
+        for first in range(0, length, block):
+            dropped = sum(end - begin for begin, end in droppable(first, KEPT_ROLLBACK, block))
+            most = max(most, first // block + 1 - dropped)
+            if dropped:
+                far_enough = min(far_enough, first + 2 * block)
+            if first > far_enough:
+                break
+        return most
 
     def _slabs_for(self, length: int) -> int:
         return sum(
-            ceil_div(self._live_pages(group, length), self.slab_bytes // group.page_bytes) for group in self.groups
+            ceil_div(self._most_pages(group, length), self.slab_bytes // group.page_bytes) for group in self.groups
         )
 
     def _require_room(self, memory_bytes: int) -> None:
@@ -202,24 +221,28 @@ def _align(size: int) -> int:
 
 
 def _choose_slab(sizes: Sequence[int], memory_bytes: int) -> tuple[int, list[int]]:
-    """Slab bytes and padded page bytes with the least padding (worst group), then the smallest slab."""
+    """Slab bytes and padded page bytes that leave the largest part of the memory usable; of equals the smallest slab.
+
+    Lost are the reserved slab, what is left over at the end, and the padding of the worst group.
+    """
     largest = max(sizes)
     if len(set(sizes)) == 1:
         # Every group has the same page: a slab of one page splits the arena without waste.
         return largest, list(sizes)
-    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX)
-    first = max(1, target // largest)
-    candidates = {largest * count for count in range(first, first + 64)}
+    most = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest + 64
+    candidates = {largest * count for count in range(1, most)}
     exact = math.lcm(*sizes)
-    if exact <= 4 * target:
-        candidates.add(exact * max(1, target // exact))
-    best: tuple[float, int, list[int]] | None = None
+    candidates.update(exact * count for count in (1, 2, 3, 4) if exact * count <= _SLAB_BYTES_MAX)
+    best = (-1.0, largest, [_padded(size, largest) for size in sizes])
     for slab in sorted(candidates):
+        slab_count = memory_bytes // slab
+        if slab_count <= len(sizes):
+            continue
         pages = [_padded(size, slab) for size in sizes]
-        padding = max(1 - size / page for size, page in zip(sizes, pages, strict=True))
-        if best is None or padding < best[0] - 1e-3:
-            best = (padding, slab, pages)
-    assert best is not None
+        filled = min(size / page for size, page in zip(sizes, pages, strict=True))
+        usable = (slab_count - 1) * slab * filled / memory_bytes
+        if usable > best[0] + 1e-9:
+            best = (usable, slab, pages)
     return best[1], best[2]
 
 

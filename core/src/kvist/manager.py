@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvist.audit import faults_of
 from kvist.batch import DecodeBatch
 from kvist.contract import CacheManager
-from kvist.errors import CapacityError, RequestError, StateError
-from kvist.eviction import Victim, choose_victims, evict
-from kvist.layout import Layout
+from kvist.errors import RequestError, SpecError, StateError
+from kvist.eviction import Eviction, choose, evict
+from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
@@ -28,6 +28,7 @@ __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "S
 
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
+_NO_EVICTION = Eviction()
 
 
 class PagedCacheManager:
@@ -40,7 +41,7 @@ class PagedCacheManager:
     def __init__(self, layout: Layout, restore: RestorePolicy | None = None) -> None:
         for group in layout.groups:
             if group.retention.exact:
-                raise CapacityError(
+                raise SpecError(
                     f"group {group.name} keeps one state per sequence, which PagedCacheManager does not serve",
                     hint="select a cache manager made for recurrent state",
                 )
@@ -79,10 +80,10 @@ class PagedCacheManager:
         return self._match(self._prompt(tokens).astype(np.int32, copy=False), scope).length
 
     def decode_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._block, self._changed)
+        return DecodeBatch(self._block, self.layout.spec.max_tokens, self._changed)
 
     def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
-        ordered = ordered_runs(runs, self.layout.spec.max_tokens) if runs else _NO_RUNS
+        ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens) if runs else _NO_RUNS
         blocks = 0
         for run in ordered:
             sequence = run.sequence
@@ -91,22 +92,27 @@ class PagedCacheManager:
         if decode is not None:
             if decode.in_flight:
                 raise StateError("plan() of a decode batch whose step is in flight", hint="complete the step first")
+            if decode.ticks >= decode.limit_tick:
+                raise RequestError(
+                    f"a row of the decode batch has the model's {self.layout.spec.max_tokens} tokens",
+                    hint="take it out of the batch with leave(), or close it",
+                )
             due = decode.at_boundary()
             if due and decode.irregular:
                 due = [s for s in due if s.block_count * self._block <= s.computed]
             blocks += len(due)
         needed = [blocks] * len(self._group_range)
-        victims: list[Victim] = []
+        eviction = _NO_EVICTION
         shortages: tuple[Shortage, ...] = ()
         if blocks and min(self._ledger.arena.free_count) < blocks:
-            victims, short = choose_victims(self._tree, self._ledger, needed, bool(self._drops))
+            eviction, short = choose(self._tree, self._ledger, needed, self._drops)
             if any(short):
                 shortages = tuple(
                     Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
                     for group in self.layout.groups
                     if short[group.index]
                 )
-        return Plan(decode, ordered, due, blocks, needed, victims, shortages, self._epoch, self._commit)
+        return Plan(decode, ordered, due, blocks, needed, eviction, shortages, self._epoch, self._commit)
 
     def _commit(self, plan: Plan) -> Step:
         if plan.epoch != self._epoch:
@@ -114,8 +120,8 @@ class PagedCacheManager:
                 "this plan is stale: the manager changed after it was made", hint="plan again, then commit at once"
             )
         self._epoch += 1
-        if plan.victims:
-            for group, count in enumerate(evict(self._tree, self._ledger, plan.victims, bool(self._drops))):
+        if plan.eviction:
+            for group, count in enumerate(evict(self._tree, self._ledger, plan.eviction, self._drops)):
                 self._evicted[group] += count
         decode, runs = plan.decode, plan.runs
         if plan.blocks and len(self._group_range) > 1:
@@ -128,6 +134,8 @@ class PagedCacheManager:
             decode.in_flight = True
             if not runs:
                 lengths = decode.lengths + decode.ones
+                lengths.flags.writeable = False
+                plan.lengths = lengths
                 return Step(
                     self._step_count,
                     decode.slots,
@@ -150,12 +158,15 @@ class PagedCacheManager:
             queries = np.concatenate([decode.ones, queries])
             lengths = np.concatenate([decode.lengths + decode.ones, lengths])
             decode_rows += len(decode)
+        for array in (slots, queries, lengths, *copies):
+            array.flags.writeable = False
+        plan.lengths = lengths
         return Step(self._step_count, slots, queries, lengths, decode_rows, self._tables.views, copies)
 
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
         plan = self._flight(step)
         runs = plan.runs
-        kept = accepted_counts(runs, accepted) if runs else ()
+        kept = accepted_counts(runs, accepted) if runs or accepted is not None else ()
         del self._in_flight[step.id]
         self._epoch += 1
         self._completed += 1
@@ -167,6 +178,8 @@ class PagedCacheManager:
             self._computed_tokens += rows
             if self._drops:
                 for sequence in decode.at_boundary():
+                    if self._publisher.at_intervals:
+                        self._publisher.publish(sequence, ended=False)
                     self._drop(sequence)
         for run, count in zip(runs, kept):
             sequence = run.sequence
@@ -200,6 +213,8 @@ class PagedCacheManager:
     def close(self, sequence: Sequence) -> None:
         if sequence.closed:
             return
+        if self._sequences.get(sequence.slot) is not sequence:
+            raise StateError("close() of another manager's sequence")
         batch = sequence.batch
         if sequence.in_flight or (batch is not None and batch.in_flight):
             if not sequence.closing:
@@ -301,11 +316,11 @@ class PagedCacheManager:
             index = group.index
             row = match.pages[index]
             for low, high in group.retention.live(length, self._block):
-                pages = row[low:high]
-                self._ledger.lease(index, pages)
+                # What is live may be more than what resuming requires, and then some of it may be gone.
+                self._ledger.lease(index, present(row[low:high]))
                 if high > whole:
-                    partial[index] = int(pages[-1])
-                    high -= 1
+                    partial[index] = int(row[whole])
+                    high = whole
                 self._tables.arrays[index][sequence.slot, low:high] = row[low:high]
         sequence.reused = length
         sequence.advance(length)
@@ -361,19 +376,20 @@ class PagedCacheManager:
         return tuple(np.array(pair, np.int32).reshape(-1, 2) for pair in pairs)
 
     def _flight(self, step: Step) -> Plan:
-        try:
-            return self._in_flight[step.id]
-        except KeyError:
+        plan = self._in_flight.get(step.id)
+        if plan is None or plan.lengths is not step.lengths:
             raise StateError(
-                f"step {step.id} is not in flight", hint="complete or cancel each committed step once"
-            ) from None
+                f"step {step.id} is not in flight",
+                hint="complete or cancel each committed step once, with the manager that it came from",
+            )
+        return plan
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""
         length = sequence.computed
         for group in self._drops:
             table = self._tables.arrays[group][sequence.slot]
-            for low, high in self.layout.groups[group].retention.droppable(length, 0, self._block):
+            for low, high in self.layout.groups[group].retention.droppable(length, KEPT_ROLLBACK, self._block):
                 row = table[low:high]
                 pages = row[row != NO_PAGE]
                 if len(pages):

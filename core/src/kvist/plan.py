@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,9 @@ from kvist.sequence import Sequence
 
 if TYPE_CHECKING:
     from kvist.batch import DecodeBatch
-    from kvist.eviction import Victim
+    from kvist.eviction import Eviction
     from kvist.sequence import Partial
-    from kvist.step import Step
+    from kvist.step import IntArray, Step
 
 
 @attrs.frozen(eq=False)
@@ -57,12 +58,14 @@ class Plan:
     due: list[Sequence]
     blocks: int
     needed: list[int]
-    victims: list[Victim]
+    eviction: Eviction
     shortages: tuple[Shortage, ...]
     epoch: int
     _commit: Callable[[Plan], Step]
     #: For the manager, from commit to completion: leased blocks that the step copies from.
     sources: list[Partial] | tuple[()] = ()
+    #: For the manager: the step's own array, which tells it from other managers' steps.
+    lengths: IntArray | None = None
 
     @property
     def fits(self) -> bool:
@@ -88,21 +91,26 @@ class Plan:
         return self._commit(self)
 
 
-def ordered_runs(runs: Iterable[Run], max_tokens: int | None) -> list[Run]:
-    """Runs of one query token first, every one checked. Raises StateError and RequestError as ``plan`` promises."""
+def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens: int | None) -> list[Run]:
+    """Runs of one query token first, every one checked. ``known``: the manager's sequences by slot.
+
+    Raises StateError and RequestError as ``plan`` promises, TypeError for counts that are not integers.
+    """
     ordered = list(runs)
     seen = set()
     for run in ordered:
         sequence = run.sequence
         if sequence.closed or sequence.closing:
             raise StateError("plan() of a closed sequence", hint="open a new one")
+        if known.get(sequence.slot) is not sequence:
+            raise StateError("plan() of another manager's sequence", hint="plan it with the manager that opened it")
         if sequence.in_flight or sequence.batch is not None or sequence.slot in seen:
             raise StateError(
                 "plan() of a sequence that is in a step, in a decode batch, or twice in this plan",
                 hint="complete its step first, and name each sequence once",
             )
         seen.add(sequence.slot)
-        if run.new_tokens < 1 or run.drafts < 0:
+        if operator.index(run.new_tokens) < 1 or operator.index(run.drafts) < 0:
             raise RequestError(
                 f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}) computes nothing",
                 hint="compute at least one new token, with zero or more drafts",
@@ -120,7 +128,7 @@ def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None) -> 
     """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. Raises StateError."""
     if accepted is None:
         return [run.new_tokens for run in runs]
-    kept = [int(count) for count in accepted]
+    kept = [operator.index(count) for count in accepted]
     if len(kept) != len(runs):
         raise StateError(f"complete() got {len(kept)} accepted counts for {len(runs)} runs")
     for run, count in zip(runs, kept):

@@ -21,7 +21,8 @@ class RestorePolicy:
     """At which positions the groups that drop blocks keep what resuming there requires.
 
     Always at the end of a prompt and at the end of a turn; with ``every_blocks`` also at each multiple of so many
-    blocks. Groups that never drop a block can resume anywhere and cost nothing more.
+    blocks, as far as the token ids are known by then. Groups that never drop a block can resume anywhere and cost
+    nothing more.
     """
 
     every_blocks: int | None = None
@@ -57,6 +58,8 @@ class Publisher:
         #: Per group: does it drop blocks while a sequence runs?
         self.drops = [bool(group.retention.droppable(_FAR, 0, self._block)) for group in layout.groups]
         self._any_drops = any(self.drops)
+        #: Do running sequences pass restore points?
+        self.at_intervals = self._any_drops and policy.every_blocks is not None
 
     def publish(self, sequence: Sequence, *, ended: bool) -> None:
         """Publish what is committed and new: whole blocks, and when the sequence has ``ended`` the open last one too.
@@ -81,6 +84,12 @@ class Publisher:
         if result.replaced is not None:
             for group, row in enumerate(result.replaced):
                 ledger.unpublish(group, present(row))
+                if int(row[0]) != NO_PAGE:
+                    # Somebody could resume in the block that ours replaces, and still can.
+                    offered[group, result.added[0] - first] = own[group, result.added[0] - first]
+                    result.tip.pages[group, result.added[0] - result.tip.start // self._block] = own[
+                        group, result.added[0] - first
+                    ]
         added, stop = result.added
         if added < stop:
             for group, row in enumerate(offered[:, added - stop :]):

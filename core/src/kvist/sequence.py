@@ -204,7 +204,10 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
 
     Raises RequestError for other shapes, other types and ids out of range.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise RequestError("token ids are a ragged list", hint="give one flat list or array of ids") from None
     if array.ndim != 1:
         raise RequestError(f"token ids have shape {array.shape}", hint="give one flat list or array of ids")
     if not len(array):

@@ -72,18 +72,19 @@ class Step:
         offsets = np.repeat(self.lengths - self.query_lengths - starts[:-1], self.query_lengths)
         return offsets.astype(np.int64) + np.arange(starts[-1])
 
-    def compact(self, block_tokens: int) -> Step:
-        """The same step with tables cut to its own rows and blocks, sharing no memory with the planner."""
-        width = -(-int(self.lengths.max(initial=0)) // block_tokens)
-        tables = tuple(table[self.slots, :width] for table in self.tables)
-        return attrs.evolve(self, slots=np.arange(len(self.slots), dtype=np.int32), tables=tables)
+    def compact(self) -> Step:
+        """The same step with tables of its own rows and no more blocks than they use, sharing no memory with the
+        planner: for whoever keeps a step longer than until its completion. Pickling does the same."""
+        tables = []
+        for table in self.tables:
+            rows = table[self.slots]
+            used = np.flatnonzero((rows != NO_PAGE).any(axis=0))
+            tables.append(rows[:, : int(used[-1]) + 1 if len(used) else 0].copy())
+        return attrs.evolve(self, slots=np.arange(len(self.slots), dtype=np.int32), tables=tuple(tables))
 
     def __getstate__(self) -> dict[str, Any]:
-        # The tables hold every open sequence; only this step's rows travel.
-        state = {field.name: getattr(self, field.name) for field in attrs.fields(Step)}
-        state["tables"] = tuple(table[self.slots] for table in self.tables)
-        state["slots"] = np.arange(len(self.slots), dtype=np.int32)
-        return state
+        compact = self.compact()
+        return {field.name: getattr(compact, field.name) for field in attrs.fields(Step)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -140,7 +140,7 @@ class Cache:
             copies=(np.zeros((0, 2), np.int32),),
         )
         self.steps += 1
-        self.backend.begin(step.compact(block_tokens) if compact else step)
+        self.backend.begin(step.compact() if compact else step)
         outputs = []
         for layer in self.layer_ids:
             output = self.backend.forward(layer, self._inputs(layer, chunks)).clone()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cache_values import make_layout, make_spec
 
-from kvist.errors import CapacityError, RequestError, StateError
+from kvist.errors import CapacityError, RequestError, SpecError, StateError
 from kvist.manager import PagedCacheManager, Run
 from kvist.publish import RestorePolicy
 from kvist.spec import History, Retention, Scope, Window
@@ -396,9 +396,9 @@ def test_a_step_travels_with_its_own_rows_only() -> None:
     manager = manager_of(20)
     sequences = [manager.open(tokens(range(n, n + 6))) for n in (10, 20, 30)]
     step = manager.plan([Run(sequences[1], 6)]).commit()
-    for copy in (pickle.loads(pickle.dumps(step)), step.compact(P)):
+    for copy in (pickle.loads(pickle.dumps(step)), step.compact()):
         assert copy.slots.tolist() == [0]
-        assert copy.tables[0].shape[0] == 1
+        assert copy.tables[0].shape == (1, 2)
         assert copy.tables[0][0, :2].tolist() == step.tables[0][sequences[1].slot, :2].tolist()
         assert (copy.id, copy.decode_rows, copy.lengths.tolist()) == (step.id, 0, [6])
 
@@ -539,7 +539,10 @@ def test_steps_are_completed_once() -> None:
     for call in (manager.complete, manager.cancel):
         with pytest.raises(StateError) as caught:
             call(step)
-        assert str(caught.value) == ("step 1 is not in flight\nhint: complete or cancel each committed step once")
+        assert str(caught.value) == (
+            "step 1 is not in flight\n"
+            "hint: complete or cancel each committed step once, with the manager that it came from"
+        )
 
 
 @pytest.mark.parametrize(
@@ -632,7 +635,7 @@ def test_a_group_of_states_is_refused_by_name() -> None:
         def __repr__(self) -> str:
             return "Exact()"
 
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(SpecError) as caught:
         manager_of(8, Exact())
     assert str(caught.value) == (
         "group target/Exact() keeps one state per sequence, which PagedCacheManager does not serve\n"

@@ -16,7 +16,7 @@ from kvist.step import IntArray
 
 
 class Arena:
-    """Free pages of one tier. Mutated by ``take`` and ``give`` only; a page is free or taken, nothing else."""
+    """Free pages of one tier. A page is free or taken, nothing else."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -33,10 +33,6 @@ class Arena:
         if len(layout.groups) == 1:
             # Nobody to share with: the only group owns every slab from the start.
             self._add_slabs(0, len(self._free_slabs))
-
-    @property
-    def free_slab_count(self) -> int:
-        return len(self._free_slabs)
 
     def free_pages(self, group: int) -> IntArray:
         """A copy of the group's free page ids, without those of slabs that no group owns."""

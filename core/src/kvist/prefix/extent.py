@@ -130,7 +130,6 @@ class Extent:
         self.start += cut
         self.length -= cut
         self.key = order_key(tokens[cut : cut + self.block_tokens])
-        self.version += 1
         self.parent = upper
         upper.add_child(self)
         return upper

@@ -19,15 +19,11 @@ class Match:
     """What a prompt can reuse.
 
     length: tokens, the deepest restore point of all groups below the prompt's length.
-    known: leading tokens that are in the index at all; ``length < known`` means that a group had lost something.
-    limited_by: index of the group that shortened the match last, or ``None``.
     pages: int32 ``[groups, blocks]`` of the first ``ceil(length / block_tokens)`` blocks, NO_PAGE where absent.
     path: extents holding the matched tokens, root side first, with the tokens matched in each.
     """
 
     length: int
-    known: int
-    limited_by: int | None
     pages: IntArray
     path: list[tuple[Extent, int]]
 
@@ -53,7 +49,7 @@ def find(
     path = tree.walk(scope, tokens)
     group_count = len(layout.groups)
     if not path:
-        return Match(0, 0, None, np.empty((group_count, 0), np.int32), path)
+        return Match(0, np.empty((group_count, 0), np.int32), path)
     known = path[-1][0].start + path[-1][1]
     length = min(known, len(tokens) - 1)
     unit = block if whole_blocks else layout.reuse_unit
@@ -62,16 +58,14 @@ def find(
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
     # one is whole, so pieces always meet at block boundaries.
     pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
-    limited_by: int | None = None
     settled = False
     while not settled and length:
         settled = True
         for group in dropping:
             fitting = _resumable(layout.groups[group].retention, pages[group], length, block)
-            fitting -= fitting % unit
             if fitting < length:
-                length, limited_by, settled = fitting, group, False
-    return Match(length, known, limited_by, pages[:, : -(-length // block)], path)
+                length, settled = fitting, False
+    return Match(length, pages[:, : -(-length // block)], path)
 
 
 def _resumable(retention: Retention, pages: IntArray, length: int, block: int) -> int:
