@@ -111,7 +111,8 @@ class DecodeBatch:
 
     def _show(self, rows: int, lengths: IntArray) -> None:
         self.slots, self.ones, self.lengths = self._slots[:rows], self._all_ones[:rows], lengths
-        self.slots.flags.writeable = self.ones.flags.writeable = False
+        self.slots.setflags(False)
+        self.ones.setflags(False)
 
     def _require_idle(self, call: str) -> None:
         if self.in_flight:
