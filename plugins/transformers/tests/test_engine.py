@@ -30,6 +30,33 @@ def test_streaming_gives_each_token_once_and_in_order(tiny, greedy, engines, pro
     assert seen == {other.request_id: greedy(model, second, 9)}
 
 
+def test_a_callback_may_cancel_and_may_fail(tiny, greedy, engines, prompts):
+    model = tiny("llama")
+    first, second = prompts(2)
+    engine = engines(model)
+
+    def cancel_soon(handle, tokens):
+        if len(handle.tokens) == 3:
+            handle.cancel()
+
+    def fail_once(handle, tokens):
+        if len(handle.tokens) == 2:
+            raise ValueError("the caller's own")
+
+    cancelled = engine.submit(Request(first, max_new_tokens=9), cancel_soon)
+    failing = engine.submit(Request(second, max_new_tokens=9), fail_once)
+    failures = 0
+    while not engine.idle:
+        try:
+            engine.step()
+        except ValueError:
+            failures += 1
+    assert failures == 1
+    assert cancelled.completion().finish_reason == "cancelled"
+    assert cancelled.tokens.tolist() == greedy(model, first, 3)
+    assert failing.tokens.tolist() == greedy(model, second, 9)
+
+
 def test_leaving_a_stream_cancels_its_request(tiny, greedy, engines, prompts):
     model = tiny("llama")
     [prompt] = prompts(1)

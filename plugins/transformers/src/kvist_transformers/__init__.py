@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvist_transformers.engine import Engine, Handle
+    from kvist_transformers.engine import Engine
+    from kvist_transformers.handle import Handle
     from kvist_transformers.request import Completion, Request, Sampling
     from kvist_transformers.specs import decoder_spec
 
@@ -16,7 +17,7 @@ __all__ = ["Completion", "Engine", "Handle", "Request", "Sampling", "decoder_spe
 
 _HOMES = {
     "Engine": "engine",
-    "Handle": "engine",
+    "Handle": "handle",
     "Completion": "request",
     "Request": "request",
     "Sampling": "request",

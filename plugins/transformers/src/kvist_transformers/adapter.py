@@ -43,7 +43,8 @@ class DecoderAdapter:
     @property
     def device(self) -> torch.device:
         """Where the model is, and the cache will be."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     def bind(self, backend: AttentionBackend) -> None:
         """Use ``backend`` for every further forward."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,30 +24,26 @@ KVIST, BATCH, GENERATE = "kvist", "generate_batch", "generate"
 #: What runs several times in turns; older transformers have no generate_batch with settings.
 INTERLEAVED = (KVIST, BATCH) if hasattr(transformers, "ContinuousBatchingConfig") else (KVIST,)
 
-#: Told after each wave: a few words on what just ran.
-Progress = Callable[[str], None]
+#: Told after each wave: a few words on what just ran, and how many waves are known to come in all.
+Progress = Callable[[str, int], None]
 
 
 @attrs.frozen
 class Plan:
     """What to run.
 
-    runs: interleaved runs of Kvist and ``generate_batch`` per dtype; figures are medians over them.
+    rounds: most interleaved runs of Kvist and ``generate_batch`` per dtype; figures are medians over them.
+    budget_s: a round after the first is only begun when it should end within so many seconds from the start.
     sampled_prompts: prompts that ``generate`` answers where its tokens are not needed, for its speed alone.
     """
 
     waves: Sequence[Sequence[Turn]]
     dtypes: Sequence[str]
     max_new_tokens: int
-    runs: int
+    rounds: int = 3
+    budget_s: float = 150
     memory: str = "512MiB"
-    sampled_prompts: int = 4
-
-    @property
-    def ticks(self) -> int:
-        """How often progress is reported."""
-        waves = len(self.waves)
-        return sum(len(INTERLEAVED) * waves * self.runs + (waves if dtype == "float32" else 1) for dtype in self.dtypes)
+    sampled_prompts: int = 2
 
 
 @attrs.frozen
@@ -91,39 +88,78 @@ class RunRecord:
 
 def compare(folder: Any, plan: Plan, progress: Progress) -> tuple[list[RunRecord], dict[str, Any]]:
     """Run ``plan`` on the model in ``folder``. Returns every run, and the record to show and write."""
-    prompts = Prompts.build(models.load_tokenizer(folder))
-    limits = Limits(plan.max_new_tokens, prompts.stop_token_id)
-    records: list[RunRecord] = []
-    for dtype in plan.dtypes:
-        with quiet():
-            model = models.load_model(folder, dtype)
-            _warm_up(model, plan, limits)
-            for _ in range(plan.runs):
-                for engine in INTERLEAVED:
-                    records.append(_run(engine, model, dtype, plan, limits, prompts, progress))
-            waves = plan.waves if dtype == "float32" else (plan.waves[0][: plan.sampled_prompts],)
-            sampled = attrs.evolve(plan, waves=waves)
-            records.append(_run(GENERATE, model, dtype, sampled, limits, prompts, progress))
-        del model
-    return records, summarize(records, plan)
+    begin = time.perf_counter()
+    runner = _Runner(folder, plan, progress)
+    with quiet():
+        for dtype in plan.dtypes:
+            runner.load(dtype)
+            runner.warm_up()
+            runner.interleaved()
+            runner.generate()
+        for _ in range(1, plan.rounds):
+            for dtype in reversed(plan.dtypes):
+                if time.perf_counter() - begin + runner.round_s(dtype) < plan.budget_s:
+                    runner.load(dtype)
+                    runner.interleaved()
+    return runner.records, summarize(runner.records, plan)
 
 
-def _run(
-    engine: str, model: Any, dtype: str, plan: Plan, limits: Limits, prompts: Prompts, progress: Progress
-) -> RunRecord:
-    history: dict[str, tuple[list[int], list[int]]] = {}
-    answers: list[list[tuple[list[int], list[int]]]] = []
-    seconds = 0.0
-    with _peer(engine, model, plan, limits) as peer:
-        for number, wave in enumerate(plan.waves):
-            asked = [prompts.prompt(turn, history) for turn in wave]
-            replies, taken = timed_answer(peer, asked)
-            seconds += taken
-            answers.append(list(zip(asked, replies, strict=True)))
-            history |= {turn.name: pair for turn, pair in zip(wave, answers[-1], strict=True)}
-            progress(f"{engine}, {dtype}, wave {number + 1}")
-        extra = _kvist_counts(peer) if isinstance(peer, KvistPeer) else {}
-    return RunRecord(engine, dtype, seconds, answers, **extra)
+class _Runner:
+    """Runs engines on the loaded model and keeps the records."""
+
+    def __init__(self, folder: Any, plan: Plan, progress: Progress) -> None:
+        self.records: list[RunRecord] = []
+        self._folder = folder
+        self._plan = plan
+        self._progress = progress
+        self._prompts = Prompts.build(models.load_tokenizer(folder))
+        self._limits = Limits(plan.max_new_tokens, self._prompts.stop_token_id)
+        self._dtype = ""
+        self._model: Any = None
+        self._ticks = sum(len(plan.waves) if dtype == "float32" else 1 for dtype in plan.dtypes)
+
+    def load(self, dtype: str) -> None:
+        """Use another dtype from now on."""
+        if dtype != self._dtype:
+            self._model = None
+            self._model, self._dtype = models.load_model(self._folder, dtype), dtype
+
+    def warm_up(self) -> None:
+        """Compile and load what is compiled and loaded at first use, on each engine."""
+        short = attrs.evolve(self._limits, max_new_tokens=2)
+        for engine in (*INTERLEAVED, GENERATE):
+            with _peer(engine, self._model, self._plan, short) as peer:
+                peer.answer([[1, 2, 3, 4], [5, 6, 7]])
+
+    def interleaved(self) -> None:
+        """Kvist and its peer, one after the other."""
+        self._ticks += len(INTERLEAVED) * len(self._plan.waves)
+        for engine in INTERLEAVED:
+            self._run(engine, self._plan.waves)
+
+    def generate(self) -> None:
+        """The reference: every request where tokens are compared, a few for the speed elsewhere."""
+        first = self._plan.waves[0][: self._plan.sampled_prompts]
+        self._run(GENERATE, self._plan.waves if self._dtype == "float32" else (first,))
+
+    def round_s(self, dtype: str) -> float:
+        """Seconds that one more round should take."""
+        return sum(_find(self.records, engine, dtype)[-1].seconds for engine in INTERLEAVED)
+
+    def _run(self, engine: str, waves: Sequence[Sequence[Turn]]) -> None:
+        history: dict[str, tuple[list[int], list[int]]] = {}
+        answers: list[list[tuple[list[int], list[int]]]] = []
+        seconds = 0.0
+        with _peer(engine, self._model, self._plan, self._limits) as peer:
+            for number, wave in enumerate(waves):
+                asked = [self._prompts.prompt(turn, history) for turn in wave]
+                replies, taken = timed_answer(peer, asked)
+                seconds += taken
+                answers.append(list(zip(asked, replies, strict=True)))
+                history |= {turn.name: pair for turn, pair in zip(wave, answers[-1], strict=True)}
+                self._progress(f"{engine}, {self._dtype}, wave {number + 1}", self._ticks)
+            extra = _kvist_counts(peer) if isinstance(peer, KvistPeer) else {}
+        self.records.append(RunRecord(engine, self._dtype, seconds, answers, **extra))
 
 
 @contextlib.contextmanager
@@ -155,14 +191,6 @@ def _kvist_counts(peer: KvistPeer) -> dict[str, Any]:
     }
 
 
-def _warm_up(model: Any, plan: Plan, limits: Limits) -> None:
-    """Compile and load what is compiled and loaded at first use, on each engine."""
-    short = attrs.evolve(limits, max_new_tokens=2)
-    for engine in (*INTERLEAVED, GENERATE):
-        with _peer(engine, model, plan, short) as peer:
-            peer.answer([[1, 2, 3, 4], [5, 6, 7]])
-
-
 def summarize(records: Sequence[RunRecord], plan: Plan) -> dict[str, Any]:
     """The record: headline figures first, then each engine's numbers. ``None`` where something did not run."""
     # Without the reference or without Kvist in float32 there is nothing to compare.
@@ -177,7 +205,7 @@ def summarize(records: Sequence[RunRecord], plan: Plan) -> dict[str, Any]:
         "speedup_generate_fp32": _speedup(records, "float32", GENERATE),
         "reuse_of_unbounded": min(reuse) if reuse else None,
         "missing": [] if BATCH in INTERLEAVED else [f"generate_batch: not in transformers {transformers.__version__}"],
-        "runs": plan.runs,
+        "runs": {dtype: len(_find(records, KVIST, dtype)) for dtype in plan.dtypes},
         "max_new_tokens": plan.max_new_tokens,
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
@@ -218,7 +246,7 @@ def _reuse(run: RunRecord) -> float:
 
 def _numbers(runs: Sequence[RunRecord]) -> dict[str, Any]:
     middle = sorted(runs, key=lambda run: run.tokens_per_s)[len(runs) // 2]
-    names = ("requests", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
+    names: tuple[str, ...] = ("requests", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens")
     names += ("peak_pages", "page_capacity", "steps", "model_seconds", "host_us_per_step")
     return {
         **{name: getattr(middle, name) for name in names},

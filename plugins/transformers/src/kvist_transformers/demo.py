@@ -64,12 +64,14 @@ def _measure(
         with quiet():
             folder = models.prepare(status.update)
     waves = tuple(wave[:3] for wave in WAVES[:2]) if quick else WAVES
-    plan = Plan(waves, dtypes, max_new_tokens=16 if quick else 32, runs=1 if quick else 3)
+    plan = Plan(waves, dtypes, max_new_tokens=16, rounds=1) if quick else Plan(waves, dtypes, max_new_tokens=28)
     columns = (TextColumn("{task.description:<34}"), BarColumn(), TimeElapsedColumn())
     # Off a terminal the bar would be printed line by line.
     with Progress(*columns, console=console, transient=True, disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task("loading the model", total=plan.ticks)
-        runs, record = compare(folder, plan, lambda what: bar.update(task, advance=1, description=what))
+        task = bar.add_task("loading the model", total=None)
+        runs, record = compare(
+            folder, plan, lambda what, total: bar.update(task, advance=1, total=total, description=what)
+        )
     return record, runs, folder
 
 
@@ -122,9 +124,10 @@ def findings(record: dict[str, Any]) -> list[str]:
     if record["reuse_of_unbounded"] is not None:
         share = record["reuse_of_unbounded"]
         lines.append(f"Reused {share:.1%} of the prompt tokens that an unbounded cache could have reused.")
+    runs = " and ".join(f"{count} {_SHORT[dtype]}" for dtype, count in record["runs"].items())
     lines += [f"Missing: {what}." for what in record["missing"]]
     lines.append(
-        f"{record['threads']} thread(s), median of {record['runs']} interleaved run(s), "
+        f"{record['threads']} thread(s), medians of {runs} interleaved runs, "
         f"load average {record['load_average']:.1f}. generate and generate_batch are transformers' own."
     )
     return lines

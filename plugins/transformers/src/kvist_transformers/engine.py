@@ -18,55 +18,13 @@ from kvist.registry import Registry, default_registry
 from kvist.step import Step
 from kvist_transformers.adapter import model_fingerprint
 from kvist_transformers.admission import check_request, refused, shortage_error
+from kvist_transformers.handle import Handle
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.sampling import sample
 from kvist_transformers.scheduling import Job, Scheduler, as_runs
 from kvist_transformers.slots import SlotTable
 from kvist_transformers.stats import EngineStats
 from kvist_transformers.units import parse_bytes
-
-
-class Handle:
-    """A submitted request, for its caller. Made by :meth:`Engine.submit`."""
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine = engine
-        self._job = job
-
-    @property
-    def request_id(self) -> int:
-        """Unique in its engine, in order of submission."""
-        return self._job.arrival
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, for whatever reason."""
-        return self._job.phase == "done"
-
-    @property
-    def tokens(self) -> TokenArray:
-        """int32, what has been generated so far."""
-        return self._engine._generated(self._job)
-
-    def cancel(self) -> None:
-        """End the request now and free its pages. Does nothing when it has ended."""
-        self._engine.cancel(self)
-
-    def completion(self) -> Completion:
-        """The result. Raises StateError while the request runs."""
-        job = self._job
-        if job.finish_reason is None:
-            raise StateError(f"request {job.arrival} has not ended", hint="call engine.step() until handle.done")
-        return Completion(
-            job.arrival,
-            len(job.request.tokens),
-            job.output,
-            job.finish_reason,
-            max(job.reused_tokens, 0),
-            job.computed_tokens,
-            job.pauses,
-            job.error,
-        )
 
 
 class Engine:
@@ -338,19 +296,24 @@ class Engine:
                 self._rebuild_rows()
 
     def _deliver(self) -> None:
-        jobs, self._ended = [*self._scheduler.decode, *self._ended], []
-        for job in jobs:
-            if job.on_tokens is not None:
-                tokens = self._generated(job)[job.delivered :]
-                if len(tokens):
-                    job.delivered += len(tokens)
-                    job.on_tokens(job, tokens)
+        for job in list(self._scheduler.decode):
+            self._notify(job)
+        # One by one: what an exception of a callback leaves over is delivered after the next step.
+        while self._ended:
+            self._notify(self._ended.pop(0))
+
+    def _notify(self, job: Job) -> None:
+        if job.on_tokens is not None:
+            tokens = self.generated(job)[job.delivered :]
+            if len(tokens):
+                job.delivered += len(tokens)
+                job.on_tokens(job, tokens)
 
     # ------------------------------------------------------------------ life of a job
 
     def _pause(self, job: Job) -> None:
         """Give a job's pages up; it is recomputed later and continues with the same tokens."""
-        job.tokens = np.concatenate([job.request.tokens, self._generated(job)])
+        job.tokens = np.concatenate([job.request.tokens, self.generated(job)])
         self._release(job)
         job.phase = "waiting"
         job.pauses += 1
@@ -360,7 +323,7 @@ class Engine:
         self._rebuild_rows()
 
     def _finish(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
-        job.output = self._generated(job)
+        job.output = self.generated(job)
         self._release(job)
         job.phase = "done"
         job.finish_reason = reason
@@ -378,7 +341,7 @@ class Engine:
         if job.sequence is not None:
             if job.phase == "decode":
                 self._batch.leave(job.sequence)
-                job.sequence.extend(self._generated(job)[len(job.tokens) - len(job.request.tokens) :])
+                job.sequence.extend(self.generated(job)[len(job.tokens) - len(job.request.tokens) :])
             self.manager.close(job.sequence)
             job.sequence = None
         self._scheduler.remove(job)
@@ -388,7 +351,8 @@ class Engine:
         slots = {id(job.sequence): job.slot for job in self._scheduler.decode}
         self._decode_slots = np.array([slots[id(sequence)] for sequence in self._batch.sequences], np.int64)
 
-    def _generated(self, job: Job) -> TokenArray:
+    def generated(self, job: Job) -> TokenArray:
+        """What a job has generated so far, whether it runs, waits or has ended."""
         return job.output if job.slot < 0 else self._slots.generated(job.slot)
 
     def _require_open(self) -> None:

@@ -101,7 +101,7 @@ def load_model(folder: Path, dtype: str) -> Any:
     """The model in eval mode, ``dtype`` by torch's name."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return model.eval()
 
 

@@ -26,7 +26,7 @@ class Limits:
     max_new_tokens: int
     stop_token_id: int
     max_batch_tokens: int = 512
-    cache_tokens: int = 8192
+    cache_tokens: int = 4096
 
 
 class Peer(Protocol):

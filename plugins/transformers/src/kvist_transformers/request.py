@@ -53,6 +53,19 @@ class Sampling:
         return self.temperature == 0
 
 
+def _token_array(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise RequestError(
+            f"a prompt is a flat sequence of token ids, got an array of shape {array.shape} and dtype {array.dtype}",
+            hint="tokenize the text first, and pass one request per prompt",
+        )
+    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+        worst = int(array.max()) if array.max() > np.iinfo(np.int32).max else int(array.min())
+        raise RequestError(f"token id {worst} does not fit 32 bits")
+    return np.array(array, dtype=np.int32)
+
+
 @attrs.frozen
 class Request:
     """One prompt to continue.
@@ -65,7 +78,7 @@ class Request:
     Raises RequestError for tokens that are not a flat sequence of ints or a bad ``max_new_tokens``.
     """
 
-    tokens: TokenArray = attrs.field(converter=lambda tokens: _token_array(tokens), eq=attrs.cmp_using(np.array_equal))
+    tokens: TokenArray = attrs.field(converter=_token_array, eq=attrs.cmp_using(np.array_equal))
     max_new_tokens: int = 64
     sampling: Sampling = attrs.field(factory=Sampling)
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)
@@ -74,19 +87,6 @@ class Request:
     def __attrs_post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-
-
-def _token_array(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise RequestError(
-            f"a prompt is a flat sequence of token ids, got an array of shape {array.shape} and dtype {array.dtype}",
-            hint="tokenize the text first, and pass one request per prompt",
-        )
-    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
-        worst = int(array.max()) if array.max() > np.iinfo(np.int32).max else int(array.min())
-        raise RequestError(f"token id {worst} does not fit 32 bits")
-    return np.array(array, dtype=np.int32)
 
 
 @attrs.frozen

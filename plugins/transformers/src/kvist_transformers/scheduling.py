@@ -125,4 +125,4 @@ class Scheduler:
 
 def as_runs(chosen: Sequence[tuple[Job, int]]) -> list[Run]:
     """For ``manager.plan``."""
-    return [Run(job.sequence, count) for job, count in chosen]
+    return [Run(job.sequence, count) for job, count in chosen if job.sequence is not None]

@@ -31,7 +31,7 @@ def decoder_spec(
     Raises SpecError naming the config field that is missing or cannot work.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _unknown(config, model_type)
     family = FAMILIES[model_type]
     fingerprint = fingerprint or config_digest(config, dtype or _dtype(config))

@@ -52,7 +52,6 @@ WAVES: tuple[tuple[Turn, ...], ...] = (
         Turn("plank", None, "My grandfather's skiff has a cracked plank below the waterline. Can you mend it?"),
         Turn("sail", None, "I would like to take a sailing dinghy out on Saturday afternoon. What do I have to bring?"),
         Turn("dog", None, "Can our old retriever come along, or is the lake closed to dogs during the summer season?"),
-        Turn("storm", None, "What should somebody do when a thunderstorm comes up while they are far out on the lake?"),
         Turn("winter", None, "Is there any way to reach you in January? I want to plan repairs for my boat."),
         Turn("party", None, "Our choir of ten wants to spend a whole morning on the water. What does that cost?"),
         Turn("plastic", None, "The hull of my motor boat is plastic and it leaks near the engine. Do you do that?"),
@@ -70,7 +69,6 @@ WAVES: tuple[tuple[Turn, ...], ...] = (
         Turn("plank-pay", "plank", "When do I pay for this, and must I leave a deposit when I bring the boat in?"),
         Turn("sail-learn", "sail", "Sorry, my certificate has expired. Which other boat could the two of us rent?"),
         Turn("party-rain", "party-late", "Suppose it rains that morning. Write a short message to the choir about it."),
-        Turn("winter-varnish", "winter-check", "Please add new varnish. How long does it take in dry weather?"),
         Turn("dog-sum", "dog-jacket", "Thank you. Sum up in two sentences what I have to remember for our trip."),
     ),
 )

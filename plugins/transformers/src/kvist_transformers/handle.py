@@ -1,0 +1,62 @@
+"""A submitted request, for its caller."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvist.errors import StateError
+from kvist_transformers.request import Completion, TokenArray
+from kvist_transformers.scheduling import Job
+
+
+class Owner(Protocol):
+    """What a handle needs of its engine."""
+
+    def cancel(self, handle: Handle) -> None:
+        """End the handle's request now."""
+
+    def generated(self, job: Job) -> TokenArray:
+        """What a job has generated so far."""
+
+
+class Handle:
+    """A submitted request, for its caller. Made by :meth:`Engine.submit`."""
+
+    def __init__(self, engine: Owner, job: Job) -> None:
+        self._engine = engine
+        self._job = job
+
+    @property
+    def request_id(self) -> int:
+        """Unique in its engine, in order of submission."""
+        return self._job.arrival
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self._job.phase == "done"
+
+    @property
+    def tokens(self) -> TokenArray:
+        """int32, what has been generated so far."""
+        return self._engine.generated(self._job)
+
+    def cancel(self) -> None:
+        """End the request now and free its pages. Does nothing when it has ended."""
+        self._engine.cancel(self)
+
+    def completion(self) -> Completion:
+        """The result. Raises StateError while the request runs."""
+        job = self._job
+        if job.finish_reason is None:
+            raise StateError(f"request {job.arrival} has not ended", hint="call engine.step() until handle.done")
+        return Completion(
+            job.arrival,
+            len(job.request.tokens),
+            job.output,
+            job.finish_reason,
+            max(job.reused_tokens, 0),
+            job.computed_tokens,
+            job.pauses,
+            job.error,
+        )
