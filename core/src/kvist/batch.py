@@ -111,8 +111,8 @@ class DecodeBatch:
 
     def _show(self, rows: int, lengths: IntArray) -> None:
         self.slots, self.ones, self.lengths = self._slots[:rows], self._all_ones[:rows], lengths
-        self.slots.setflags(False)
-        self.ones.setflags(False)
+        self.slots.setflags(write=False)
+        self.ones.setflags(write=False)
 
     def _require_idle(self, call: str) -> None:
         if self.in_flight:

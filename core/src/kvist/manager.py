@@ -134,7 +134,7 @@ class PagedCacheManager:
             decode.in_flight = True
             if not runs:
                 lengths = decode.lengths + decode.ones
-                lengths.setflags(False)
+                lengths.setflags(write=False)
                 plan.lengths = lengths
                 return Step(
                     self._step_count,
@@ -159,7 +159,7 @@ class PagedCacheManager:
             lengths = np.concatenate([decode.lengths + decode.ones, lengths])
             decode_rows += len(decode)
         for array in (slots, queries, lengths, *copies):
-            array.setflags(False)
+            array.setflags(write=False)
         plan.lengths = lengths
         return Step(self._step_count, slots, queries, lengths, decode_rows, self._tables.views, copies)
 

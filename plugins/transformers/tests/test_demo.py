@@ -174,6 +174,7 @@ def test_a_comparison_on_a_tiny_model(tiny, monkeypatch):
     assert set(numbers) == {"kvist", "generate_batch", "generate"}
     assert len({numbers[engine]["prompt_tokens"] for engine in numbers}) == 1
     assert [run.engine for run in runs] == ["kvist", "generate_batch", "generate", "kvist", "generate_batch"]
+    assert 0 <= record["others_busy_cores"] < 1000
     json.dumps(record)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(demo.table(record))

@@ -8,6 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -89,6 +90,7 @@ class RunRecord:
 def compare(folder: Any, plan: Plan, progress: Progress) -> tuple[list[RunRecord], dict[str, Any]]:
     """Run ``plan`` on the model in ``folder``. Returns every run, and the record to show and write."""
     begin = time.perf_counter()
+    neighbours = _Neighbours()
     runner = _Runner(folder, plan, progress)
     with quiet():
         for dtype in plan.dtypes:
@@ -101,7 +103,31 @@ def compare(folder: Any, plan: Plan, progress: Progress) -> tuple[list[RunRecord
                 if time.perf_counter() - begin + runner.round_s(dtype) < plan.budget_s:
                     runner.load(dtype)
                     runner.interleaved()
-    return runner.records, summarize(runner.records, plan)
+    return runner.records, summarize(runner.records, plan) | {"others_busy_cores": neighbours.busy_cores()}
+
+
+class _Neighbours:
+    """How much of the machine other programs use, from now on. Linux only."""
+
+    def __init__(self) -> None:
+        self._begin = self._read()
+
+    def busy_cores(self) -> float | None:
+        """Cores that others kept busy, on average; ``None`` where the system does not tell."""
+        end = self._read()
+        if self._begin is None or end is None:
+            return None
+        (seconds, busy, own), (end_seconds, end_busy, end_own) = self._begin, end
+        return max(0.0, ((end_busy - busy) - (end_own - own)) / (end_seconds - seconds))
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Time, seconds of all programs on all cores, seconds of this one."""
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]
+        except OSError:
+            return None
+        return time.perf_counter(), sum(map(int, fields)) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 class _Runner:
@@ -208,7 +234,6 @@ def summarize(records: Sequence[RunRecord], plan: Plan) -> dict[str, Any]:
         "runs": {dtype: len(_find(records, KVIST, dtype)) for dtype in plan.dtypes},
         "max_new_tokens": plan.max_new_tokens,
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,6 +53,10 @@ def command(
 def _measure(
     console: Console, quick: bool, dtypes: tuple[str, ...], threads: int | None
 ) -> tuple[dict[str, Any], list[RunRecord], Path]:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Threads that wait for each other spin for milliseconds by default; beside one busy neighbour that makes every
+        # engine many times slower. With this bound an idle machine is as fast as before. Read when torch is loaded.
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     with console.status("loading torch and transformers") as status:
         import torch
 
@@ -127,7 +132,10 @@ def findings(record: dict[str, Any]) -> list[str]:
     runs = " and ".join(f"{count} {_SHORT[dtype]}" for dtype, count in record["runs"].items())
     lines += [f"Missing: {what}." for what in record["missing"]]
     lines.append(
-        f"{record['threads']} thread(s), medians of {runs} interleaved runs, "
-        f"load average {record['load_average']:.1f}. generate and generate_batch are transformers' own."
+        f"{record['threads']} thread(s), medians of {runs} interleaved runs. "
+        "generate and generate_batch are transformers' own."
     )
+    busy = record["others_busy_cores"]
+    if busy is not None and busy >= 0.2:
+        lines.append(f"[yellow]Other programs used {busy:.1f} cores meanwhile: the speeds say little.[/yellow]")
     return lines
