@@ -44,7 +44,8 @@ class Ledger:
         """As ``allocate(group, 1)``, at the cost of scalar accesses."""
         page = self.arena.take_one(group)
         self.leases[group][page] = 1
-        held = self.held_count[group] = self.held_count[group] + 1
+        held = self.held_count[group] + 1
+        self.held_count[group] = held
         if held > self.held_peak[group]:
             self.held_peak[group] = held
         return page

@@ -19,9 +19,9 @@ from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import Cursor, PrefixTree
 from kvist.publish import Publisher, RestorePolicy
-from kvist.sequence import Partial, Sequence, Tables, as_tokens, frozen_tokens
+from kvist.sequence import Partial, Sequence, Tables, as_prompt, frozen_tokens
 from kvist.spec import Scope
-from kvist.stats import GroupStats, ManagerStats
+from kvist.stats import ManagerStats, group_stats
 from kvist.step import NO_PAGE, IntArray, Step, present
 
 __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "Sequence", "Shortage"]
@@ -29,6 +29,7 @@ __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "S
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
 _NO_EVICTION = Eviction()
+_NONE_KEPT: list[int] = []
 
 
 class PagedCacheManager:
@@ -65,7 +66,7 @@ class PagedCacheManager:
         self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
 
     def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
-        prompt = frozen_tokens(self._prompt(tokens))
+        prompt = frozen_tokens(as_prompt(tokens, self.layout.spec))
         if len(prompt) > self._fits_up_to:
             self.layout.require_fit(len(prompt))
         match = self._match(prompt, scope)
@@ -77,7 +78,7 @@ class PagedCacheManager:
         return sequence
 
     def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
-        return self._match(self._prompt(tokens).astype(np.int32, copy=False), scope).length
+        return self._match(as_prompt(tokens, self.layout.spec).astype(np.int32, copy=False), scope).length
 
     def decode_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block, self.layout.spec.max_tokens, self._changed)
@@ -166,7 +167,7 @@ class PagedCacheManager:
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
         plan = self._flight(step)
         runs = plan.runs
-        kept = accepted_counts(runs, accepted) if runs or accepted is not None else ()
+        kept = accepted_counts(runs, accepted) if runs or accepted is not None else _NONE_KEPT
         del self._in_flight[step.id]
         self._epoch += 1
         self._completed += 1
@@ -257,20 +258,7 @@ class PagedCacheManager:
             raise AssertionError("; ".join(faults))
 
     def stats(self) -> ManagerStats:
-        ledger = self._ledger
-        groups = tuple(
-            GroupStats(
-                group.name,
-                group.page_bytes,
-                self.layout.page_capacity(group),
-                ledger.free_count(group.index),
-                ledger.cached_count(group.index),
-                ledger.held_count[group.index],
-                ledger.held_peak[group.index],
-                self._evicted[group.index],
-            )
-            for group in self.layout.groups
-        )
+        groups = group_stats(self.layout, self._ledger, self._evicted)
         return ManagerStats(
             self._requests,
             self._prompt_tokens,
@@ -284,18 +272,6 @@ class PagedCacheManager:
 
     def _changed(self) -> None:
         self._epoch += 1
-
-    def _prompt(self, tokens: npt.ArrayLike) -> npt.NDArray[np.integer]:
-        spec = self.layout.spec
-        prompt = as_tokens(tokens, spec.vocab_size)
-        if not len(prompt):
-            raise RequestError("the prompt is empty", hint="give at least one token")
-        if spec.max_tokens is not None and len(prompt) > spec.max_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the model takes at most {spec.max_tokens}",
-                hint="shorten the prompt",
-            )
-        return prompt
 
     def _match(self, prompt: IntArray, scope: Scope) -> Match:
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
@@ -340,13 +316,14 @@ class PagedCacheManager:
 
     def _open_blocks(self, due: list[Sequence]) -> None:
         """One new page per group for each sequence. Few are due at once, so scalar accesses beat arrays."""
-        allocate = self._ledger.allocate_one
+        tables, allocate = self._tables, self._ledger.allocate_one
         for sequence in due:
             block = sequence.block_count
-            if block >= self._tables.columns:
-                self._tables.ensure_blocks(block + 1)
-            for group, table in enumerate(self._tables.arrays):
-                table[sequence.slot, block] = allocate(group)
+            if block >= tables.columns:
+                tables.ensure_blocks(block + 1)
+            slot = sequence.slot
+            for group in self._group_range:
+                tables.arrays[group][slot, block] = allocate(group)
             sequence.block_count = block + 1
 
     def _grow(self, runs: list[Run]) -> None:

@@ -12,7 +12,7 @@ from kvist.errors import RequestError, StateError
 from kvist.layout import Layout
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import Cursor
-from kvist.spec import Scope, ceil_div
+from kvist.spec import CacheSpec, Scope, ceil_div
 from kvist.step import NO_PAGE, IntArray
 
 if TYPE_CHECKING:
@@ -227,6 +227,19 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
             hint="tokenize with the tokenizer of this model",
         )
     return array
+
+
+def as_prompt(tokens: npt.ArrayLike, spec: CacheSpec) -> npt.NDArray[np.integer]:
+    """``tokens`` as :func:`as_tokens` gives them. Raises RequestError also for none, and for too many."""
+    prompt = as_tokens(tokens, spec.vocab_size)
+    if not len(prompt):
+        raise RequestError("the prompt is empty", hint="give at least one token")
+    if spec.max_tokens is not None and len(prompt) > spec.max_tokens:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, the model takes at most {spec.max_tokens}",
+            hint="shorten the prompt",
+        )
+    return prompt
 
 
 def frozen_tokens(tokens: npt.NDArray[np.integer]) -> IntArray:

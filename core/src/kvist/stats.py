@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
+
+from kvist.layout import Layout
+from kvist.ledger import Ledger
 
 
 @attrs.frozen
@@ -44,3 +49,20 @@ class ManagerStats:
     def hit_rate(self) -> float:
         """Reused share of all prompt tokens, 0 when there were none."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def group_stats(layout: Layout, ledger: Ledger, evicted: Sequence[int]) -> tuple[GroupStats, ...]:
+    """Pages of every group now; ``evicted``: pages evicted so far, per group."""
+    return tuple(
+        GroupStats(
+            group.name,
+            group.page_bytes,
+            layout.page_capacity(group),
+            ledger.free_count(group.index),
+            ledger.cached_count(group.index),
+            ledger.held_count[group.index],
+            ledger.held_peak[group.index],
+            evicted[group.index],
+        )
+        for group in layout.groups
+    )

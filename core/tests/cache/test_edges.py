@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cache_requests import P, cached, compute, counts, manager_of, tokens
 from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, RequestError, StateError
@@ -19,39 +20,6 @@ from kvist.prefix.tree import PrefixTree
 from kvist.publish import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, Scope, Stream, Window
 from kvist.step import NO_PAGE
-
-P = 4
-
-
-def manager_of(
-    pages: int, *retentions: Retention, restore: RestorePolicy | None = None, **options: object
-) -> PagedCacheManager:
-    spec = make_spec(P, *(retentions or (History(),)), **options)
-    return PagedCacheManager(make_layout(spec, pages), restore)
-
-
-def tokens(*parts: int | range) -> np.ndarray:
-    return np.concatenate([[part] if isinstance(part, int) else list(part) for part in parts]).astype(np.int32)
-
-
-def compute(manager: PagedCacheManager, sequence, count: int | None = None):
-    left = sequence.known - sequence.computed
-    step = manager.plan([Run(sequence, left if count is None else count)]).commit()
-    manager.complete(step)
-    manager.check()
-    return step
-
-
-def cached(manager: PagedCacheManager, *parts: int | range) -> None:
-    sequence = manager.open(tokens(*parts))
-    compute(manager, sequence)
-    manager.close(sequence)
-    manager.check()
-
-
-def counts(manager: PagedCacheManager, group: int = 0) -> tuple[int, int, int]:
-    stats = manager.stats().groups[group]
-    return stats.free, stats.cached, stats.held
 
 
 def reserve(manager: PagedCacheManager, blocks: int) -> None:

@@ -9,47 +9,14 @@ import pickle
 
 import numpy as np
 import pytest
+from cache_requests import P, cached, compute, counts, manager_of, tokens
 from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, RequestError, SpecError, StateError
 from kvist.manager import PagedCacheManager, Run
 from kvist.publish import RestorePolicy
-from kvist.spec import History, Retention, Scope, Window
+from kvist.spec import History, Scope, Window
 from kvist.step import NO_PAGE
-
-P = 4
-DEFAULT = Scope()
-
-
-def manager_of(pages: int, *retentions: Retention, **options: object) -> PagedCacheManager:
-    spec = make_spec(P, *(retentions or (History(),)), **options)
-    return PagedCacheManager(make_layout(spec, pages))
-
-
-def tokens(*parts: int | range) -> np.ndarray:
-    return np.concatenate([[part] if isinstance(part, int) else list(part) for part in parts]).astype(np.int32)
-
-
-def compute(manager: PagedCacheManager, sequence, count: int | None = None):
-    """Run the next ``count`` tokens (all known ones by default) of one sequence."""
-    left = sequence.known - sequence.computed
-    step = manager.plan([Run(sequence, left if count is None else count)]).commit()
-    manager.complete(step)
-    manager.check()
-    return step
-
-
-def cached(manager: PagedCacheManager, *parts: int | range, scope: Scope = DEFAULT) -> None:
-    sequence = manager.open(tokens(*parts), scope)
-    compute(manager, sequence)
-    manager.close(sequence)
-    manager.check()
-
-
-def counts(manager: PagedCacheManager, group: int = 0) -> tuple[int, int, int]:
-    stats = manager.stats().groups[group]
-    return stats.free, stats.cached, stats.held
-
 
 # Reuse
 
