@@ -39,11 +39,9 @@ class Eviction:
     victims: Sequence[Victim] = ()
     gaps: Sequence[Gap] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.victims or self.gaps)
 
-
-_NOTHING = Eviction()
+#: What goes when enough is free.
+NOTHING = Eviction()
 #: Pages evicted beyond the need: one part in so many of the arena, at most this many. Decoding needs a page at a time,
 #: and looking for a victim costs far more than one page.
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
@@ -64,7 +62,7 @@ def choose(
     arena = ledger.arena
     groups = range(len(needed))
     if not any(arena.shortage(needed)):
-        return _NOTHING, [0 for _ in groups]
+        return NOTHING, [0 for _ in groups]
     ahead = min(len(ledger.leases[0]) // _AHEAD_PART, _AHEAD_MOST)
     wanted = [count + ahead for count in needed]
     short = arena.shortage(wanted)

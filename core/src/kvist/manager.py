@@ -12,7 +12,7 @@ from kvist.audit import faults_of
 from kvist.batch import DecodeBatch
 from kvist.contract import CacheManager
 from kvist.errors import RequestError, SpecError, StateError
-from kvist.eviction import Eviction, choose, evict
+from kvist.eviction import NOTHING, choose, evict
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
@@ -28,8 +28,6 @@ __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "S
 
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
-_NO_EVICTION = Eviction()
-_NONE_KEPT: list[int] = []
 
 
 class PagedCacheManager:
@@ -59,6 +57,7 @@ class PagedCacheManager:
         self._closing: list[Sequence] = []
         #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
+        self._nothing_needed = [0 for _ in layout.groups]
         self._epoch = 0
         self._step_count = 0
         self._no_copies = tuple(np.empty((0, 2), np.int32) for _ in layout.groups)
@@ -102,8 +101,8 @@ class PagedCacheManager:
             if due and decode.irregular:
                 due = [s for s in due if s.block_count * self._block <= s.computed]
             blocks += len(due)
-        needed = [blocks] * len(self._group_range)
-        eviction = _NO_EVICTION
+        needed = [blocks] * len(self._group_range) if blocks else self._nothing_needed
+        eviction = NOTHING
         shortages: tuple[Shortage, ...] = ()
         if blocks and min(self._ledger.arena.free_count) < blocks:
             eviction, short = choose(self._tree, self._ledger, needed, self._drops)
@@ -121,7 +120,7 @@ class PagedCacheManager:
                 "this plan is stale: the manager changed after it was made", hint="plan again, then commit at once"
             )
         self._epoch += 1
-        if plan.eviction:
+        if plan.eviction is not NOTHING:
             for group, count in enumerate(evict(self._tree, self._ledger, plan.eviction, self._drops)):
                 self._evicted[group] += count
         decode, runs = plan.decode, plan.runs
@@ -135,7 +134,8 @@ class PagedCacheManager:
             decode.in_flight = True
             if not runs:
                 lengths = decode.lengths + decode.ones
-                lengths.setflags(write=False)
+                # By position: by keyword it costs twice as much.
+                lengths.setflags(False)  # type: ignore[call-arg]
                 plan.lengths = lengths
                 return Step(
                     self._step_count,
@@ -167,7 +167,8 @@ class PagedCacheManager:
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
         plan = self._flight(step)
         runs = plan.runs
-        kept = accepted_counts(runs, accepted) if runs or accepted is not None else _NONE_KEPT
+        if runs or accepted is not None:
+            kept = accepted_counts(runs, accepted)
         del self._in_flight[step.id]
         self._epoch += 1
         self._completed += 1
@@ -182,17 +183,10 @@ class PagedCacheManager:
                     if self._publisher.at_intervals:
                         self._publisher.publish(sequence, ended=False)
                     self._drop(sequence)
-        for run, count in zip(runs, kept):
-            sequence = run.sequence
-            sequence.in_flight = False
-            sequence.advance(count)
-            self._computed_tokens += count
-            self._count_start(sequence)
-            self._publisher.publish(sequence, ended=False)
-            if self._drops:
-                self._drop(sequence)
-        for holder in plan.sources:
-            self._release_partial(holder)
+        if runs:
+            self._complete_runs(runs, kept)
+            for holder in plan.sources:
+                self._release_partial(holder)
         if self._closing:
             self._close_waiting()
 
@@ -360,6 +354,17 @@ class PagedCacheManager:
                 hint="complete or cancel each committed step once, with the manager that it came from",
             )
         return plan
+
+    def _complete_runs(self, runs: list[Run], kept: list[int]) -> None:
+        for run, count in zip(runs, kept):
+            sequence = run.sequence
+            sequence.in_flight = False
+            sequence.advance(count)
+            self._computed_tokens += count
+            self._count_start(sequence)
+            self._publisher.publish(sequence, ended=False)
+            if self._drops:
+                self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""
