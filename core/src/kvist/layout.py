@@ -229,8 +229,10 @@ def _choose_slab(sizes: Sequence[int], memory_bytes: int) -> tuple[int, list[int
     if len(set(sizes)) == 1:
         # Every group has the same page: a slab of one page splits the arena without waste.
         return largest, list(sizes)
-    most = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest + 64
-    candidates = {largest * count for count in range(1, most)}
+    # Small slabs lose little to the reserved one, slabs of the target size little to padding. Trying all in between
+    # takes a quarter of a second where pages are tiny.
+    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest
+    candidates = {largest * count for first in (1, target) for count in range(first, first + 64)}
     exact = math.lcm(*sizes)
     candidates.update(exact * count for count in (1, 2, 3, 4) if exact * count <= _SLAB_BYTES_MAX)
     best = (-1.0, largest, [_padded(size, largest) for size in sizes])
