@@ -27,17 +27,24 @@ def run(
     declared: Sequence[str],
     measure: Callable[[argparse.Namespace], list[Figure]],
     add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+    parts: Sequence[str] = (),
 ) -> int:
-    """The main function of a script. Returns the exit code: 0 also when a target is missed, for that is a result."""
+    """The main function of a script. Returns the exit code: 0 also when a target is missed, for that is a result.
+
+    parts: what ``--only`` may name; ``measure`` finds the ones asked for in ``options.only``.
+    """
     parser = argparse.ArgumentParser(description=(about or "").strip().splitlines()[0])
     add_common_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per figure to this file")
+    if parts:
+        parser.add_argument("--only", action="append", choices=parts, help="measure this part only; may be repeated")
     if add_options is not None:
         add_options(parser)
     options = parser.parse_args()
     begin = time.monotonic()
     figures = measure(options)
-    wrong = sorted({figure.figure for figure in figures} ^ set(declared))
+    measured = {figure.figure for figure in figures}
+    wrong = sorted(measured - set(declared) if parts and options.only else measured ^ set(declared))
     if wrong:
         raise AssertionError(f"{script} declares other figures than it measures: {', '.join(wrong)}")
     console = Console()
@@ -83,9 +90,16 @@ def cells(figure: Figure) -> tuple[str, ...]:
         figure.peer or "",
         shown(figure.peer_value, figure.unit) if figure.peer is not None else "",
         "" if figure.ratio is None else f"{figure.ratio:.2f}x",
-        "" if figure.target is None else (f"{figure.target:g}x" if figure.peer else f"{figure.target:g}"),
+        aimed(figure),
         str(figure.runs),
     )
+
+
+def aimed(figure: Figure) -> str:
+    """The target of a figure."""
+    if figure.at_most is not None:
+        return f"<= {figure.at_most:g}"
+    return "" if figure.target is None else f"{figure.target:g}{'x' if figure.peer else ''}"
 
 
 def shown(value: float | None, unit: str) -> str:

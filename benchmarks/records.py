@@ -24,6 +24,7 @@ class Figure:
     ratio: how many times better Kvist is, the median over the runs; ``None`` without a peer.
     runs: interleaved runs behind the medians.
     target: the least ratio (or value, without a peer) that the project wants to keep.
+    at_most: the largest value that it wants to keep, for figures that have no target.
     """
 
     figure: str
@@ -34,11 +35,14 @@ class Figure:
     ratio: float | None = None
     runs: int = 1
     target: float | None = None
+    at_most: float | None = None
     note: str = ""
 
     @property
     def met(self) -> bool | None:
         """Whether the target is reached; ``None`` when there is none or nothing was measured."""
+        if self.at_most is not None:
+            return None if self.value is None else self.value <= self.at_most
         reached = self.value if self.peer is None else self.ratio
         return None if self.target is None or reached is None else reached >= self.target
 

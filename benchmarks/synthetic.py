@@ -1,4 +1,4 @@
-"""A request trace that needs no file, with the shape of a chat service's: long prompts, short outputs, some reuse."""
+"""Request traces that need no file, and the ones that come in files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvist.replay.traces import TraceRequest
+from kvist.replay.traces import TraceRequest, read_trace
 
 _BLOCK_TOKENS = 512
 
@@ -44,9 +44,26 @@ def conversations(count: int, *, seed: int = 0) -> list[TraceRequest]:
     return requests
 
 
-def conversation_requests(folder: Path | None, count: int) -> list[TraceRequest] | None:
-    """The first ``count`` requests of ``conversation_trace.jsonl`` in ``folder``; ``None`` if it is not there."""
-    from kvist.replay.traces import read_trace
+def short_prompts(count: int, *, unit: int = 1, seed: int = 0) -> list[TraceRequest]:
+    """``count`` requests with prompts of 300 to 1,100 tokens, each after one of 50 shared beginnings, and outputs of 16
+    to 112 tokens.
 
-    path = None if folder is None else folder / "conversation_trace.jsonl"
+    A beginning has 60 to 240 tokens, about a fifth of its prompt, rounded to a multiple of ``unit``. The same seed
+    gives the same requests everywhere.
+    """
+    rng = np.random.default_rng(seed)
+    beginnings = np.rint(rng.integers(60, 241, 50) / unit).astype(int) * unit
+    requests = []
+    for number in range(count):
+        which = int(rng.integers(len(beginnings)))
+        # The beginning is one block of the trace; what comes after it belongs to the request alone.
+        ids = np.array([which], np.uint64)
+        length, output_length = int(rng.integers(300, 1101)), int(rng.integers(16, 113))
+        requests.append(TraceRequest(number, number * 0.01, length, output_length, ids, int(beginnings[which])))
+    return requests
+
+
+def trace_requests(folder: Path | None, name: str, count: int | None = None) -> list[TraceRequest] | None:
+    """The first ``count`` requests of a trace file in ``folder``; ``None`` if it is not there."""
+    path = None if folder is None else folder / name
     return None if path is None or not path.exists() else list(read_trace(path, limit=count))

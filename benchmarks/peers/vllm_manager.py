@@ -1,12 +1,13 @@
 """vLLM's KVCacheManager in the engine loop. Runs in the environment that setup.py makes, as a process of its own.
 
-    python vllm_manager.py SLICE.npz
-
 Speaks JSON, one object per line. It first writes its versions; then for each line read, e.g.
-``{"page_count": 62500, "block_tokens": 16, "concurrency": 16, "hash": "sha256"}``, it runs the slice once on a new
-manager and writes the record of ``engine_loop.measure``. It ends with its input.
+``{"slice": "requests.npz", "page_count": 62500, "block_tokens": 16, "concurrency": 16, "groups": ["history"]}``, it
+runs the slice once on a new manager and writes the record of ``engine_loop.measure``; with ``"count": "bytes"`` what
+``engine_loop.bookkeeping_bytes`` counts. It ends with its input.
 
-The manager is vLLM's own, unchanged: real ``Request`` objects, the default block hasher, one group of full attention.
+The manager is vLLM's own, unchanged: real ``Request`` objects, the default block hasher (sha256). Its groups are full
+attention, alone or with a sliding window and a Mamba state in mode "align"; those two keep what resuming needs at
+every ``interval_tokens`` and at the end of a prompt, and drop it elsewhere (``prefix_cache_retention_interval``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +37,65 @@ def versions() -> dict[str, str]:
 
 
 class VllmDriver:
-    """See engine_loop.Driver."""
+    """See engine_loop.Driver.
 
-    def __init__(self, page_count: int, block_tokens: int, hash_name: str, caching: bool) -> None:
+    groups: of "history", "window", "state". interval_tokens: see above; ``None`` where nothing is dropped.
+    """
+
+    def __init__(
+        self,
+        page_count: int,
+        block_tokens: int,
+        groups: Sequence[str] = ("history",),
+        window_tokens: int | None = None,
+        interval_tokens: int | None = None,
+    ) -> None:
         import torch
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            MambaSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.request import Request, RequestStatus
 
-        hash_function = get_hash_fn_by_name(hash_name)
+        hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
-        spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        attention = {"block_size": block_tokens, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+        makers: dict[str, Callable[[], Any]] = {
+            "history": lambda: FullAttentionSpec(**attention),
+            "window": lambda: SlidingWindowSpec(**attention, sliding_window=window_tokens),
+            # As many bytes as a page of the others: vLLM makes them equal.
+            "state": lambda: MambaSpec(
+                block_size=block_tokens,
+                shapes=((block_tokens, 128),),
+                dtypes=(torch.bfloat16,),
+                mamba_cache_mode="align",
+            ),
+        }
         config = KVCacheConfig(
             # One more: vLLM keeps block 0 for itself.
             num_blocks=page_count + 1,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(layer_names=["layers.0"], kv_cache_spec=spec)],
+            kv_cache_groups=[KVCacheGroupSpec([f"layers.{n}"], makers[name]()) for n, name in enumerate(groups)],
+            prefix_cache_retention_interval=interval_tokens,
         )
         self._manager = KVCacheManager(
             config,
             max_model_len=1 << 20,
             scheduler_block_size=block_tokens,
             hash_block_size=block_tokens,
-            enable_caching=caching,
         )
-        self._hasher = get_request_block_hasher(block_tokens, hash_function) if caching else None
+        self._hybrid = len(groups) > 1
+        self._block_tokens = block_tokens
+        #: States are there at chunk ends only.
+        self._states = "state" in groups
+        self._hasher = get_request_block_hasher(block_tokens, hash_function)
         self._sampling = SamplingParams(max_tokens=1 << 20)
         self._request = Request
         self._running = RequestStatus.RUNNING
@@ -78,25 +111,45 @@ class VllmDriver:
         return _Handle(request, output)
 
     def lookup(self, handle: _Handle) -> int:
-        handle.blocks, handle.reused, _ = self._manager.get_computed_blocks(handle.request)
+        handle.blocks, handle.reused, junction = self._manager.get_computed_blocks(handle.request)
+        handle.request.shared_prefix_boundary = junction
         return handle.reused
 
-    def allocate(self, handle: _Handle) -> None:
-        request = handle.request
-        got = self._manager.allocate_slots(
-            request,
-            request.num_tokens - handle.reused,
-            num_new_computed_tokens=handle.reused,
-            new_computed_blocks=handle.blocks,
-        )
+    def allocate(self, handle: _Handle, limit: int) -> int:
+        request, manager = handle.request, self._manager
+        if self._hybrid:
+            # Each chunk is a step, and a state of this step cannot be hit in it.
+            manager.new_step_starts()
+        if handle.blocks is None:
+            end = self._end(request, request.num_computed_tokens, limit)
+            got = manager.allocate_slots(request, end - request.num_computed_tokens)
+        else:
+            end = self._end(request, handle.reused, limit)
+            got = manager.allocate_slots(
+                request,
+                end - handle.reused,
+                num_new_computed_tokens=handle.reused,
+                new_computed_blocks=handle.blocks,
+            )
         if got is None:
             raise RuntimeError(f"{request.request_id}: no blocks although they are reserved")
+        return end
 
-    def commit(self, handle: _Handle) -> None:
+    def _end(self, request: Any, start: int, limit: int) -> int:
+        """Where vLLM's scheduler ends a chunk: also at the last whole block that the same prompt can resume after, and
+        where the request leaves a prefix that others have but no state is kept for."""
+        if self._states:
+            block = self._block_tokens
+            for stop in (request.shared_prefix_boundary, request.num_prompt_tokens - 1):
+                if start < stop // block * block < limit:
+                    limit = stop // block * block
+        return limit
+
+    def commit(self, handle: _Handle, end: int) -> None:
         # vLLM has published the blocks already, when it allocated them.
         handle.blocks = None
         handle.request.status = self._running
-        handle.request.num_computed_tokens = handle.request.num_tokens
+        handle.request.num_computed_tokens = end
 
     def decode(self, running: list[_Handle]) -> None:
         manager = self._manager
@@ -107,6 +160,9 @@ class VllmDriver:
             if manager.allocate_slots(request, 1) is None:
                 raise RuntimeError(f"{request.request_id}: no block although it is reserved")
             request.num_computed_tokens += 1
+        if self._hybrid:
+            # As the scheduler does after each step.
+            manager.take_boundary_state_offloads()
 
     def deliver(self, handle: _Handle) -> None:
         pass
@@ -125,32 +181,42 @@ class _Handle:
         self.reused = 0
 
 
+def run(
+    requests: engine_loop.Slice, *, page_count: int, block_tokens: int, count: str = "time", **asked: Any
+) -> dict[str, Any]:
+    """One run of one slice on a new manager. asked: options of the driver and of ``engine_loop.measure``."""
+    names = ("groups", "window_tokens", "interval_tokens")
+    options = {name: asked.pop(name) for name in names if name in asked}
+    settings = {"page_count": page_count, "block_tokens": block_tokens, **asked}
+
+    def make() -> VllmDriver:
+        return VllmDriver(page_count, block_tokens, **options)
+
+    if count == "bytes":
+        return {"bytes": engine_loop.bookkeeping_bytes(make, requests, **settings)}
+    return engine_loop.measure(make(), requests, **settings)
+
+
 def main() -> int:
     # Whatever the packages print must not get between the lines of the protocol.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if sys.argv[1:] == ["--versions"]:
-        VllmDriver(16, 16, "sha256", caching=True)
+        VllmDriver(16, 16)
         replies.write(json.dumps(versions()) + "\n")
         replies.close()
         return 0
-    requests = engine_loop.Slice.load(Path(sys.argv[1]))
-    VllmDriver(16, 16, "sha256", caching=True)
+    VllmDriver(16, 16)
     replies.write(json.dumps(versions()) + "\n")
     replies.flush()
+    slices: dict[str, engine_loop.Slice] = {}
     for line in sys.stdin:
         asked = json.loads(line)
-        driver = VllmDriver(
-            asked["page_count"], asked["block_tokens"], asked.get("hash", "sha256"), asked.get("caching", True)
-        )
-        record = engine_loop.measure(
-            driver,
-            requests,
-            page_count=asked["page_count"],
-            block_tokens=asked["block_tokens"],
-            concurrency=asked["concurrency"],
-        )
-        replies.write(json.dumps(record) + "\n")
+        path = asked.pop("slice")
+        if path not in slices:
+            # Only the last one is kept: they are large.
+            slices = {path: engine_loop.Slice.load(Path(path))}
+        replies.write(json.dumps(run(slices[path], **asked)) + "\n")
         replies.flush()
     replies.close()
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -9,46 +10,68 @@ import numpy as np
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
-from kvist.sequence import Partial, Sequence, Tables
+from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
 
 
-def faults_of(
-    ledger: Ledger,
-    tree: PrefixTree,
-    tables: Tables,
-    sequences: SequenceOf[Sequence],
-    partials: SequenceOf[Partial],
-) -> list[str]:
+def faults_of(ledger: Ledger, tree: PrefixTree, tables: Tables, sequences: SequenceOf[Sequence]) -> list[str]:
     """Violated invariants in words; empty when all is well. Changes nothing."""
-    leases, published = [], []
-    extents = list(tree.extents())
+    extents = _extents(tree, sequences)
+    owned, leased, published = [], [], []
+    exact = [group.index for group in ledger.layout.groups if group.exact]
     for group, table in enumerate(tables.arrays):
-        rows = [table[sequence.slot, : sequence.block_count] for sequence in sequences]
-        rows.append(np.array([holder.pages[group] for holder in partials], np.int32))
-        leases.append(_present(rows))
+        mine = [table[each.slot, each.shared : each.block_count] for each in sequences]
+        rows = [table[each.slot, : each.state_columns if group in exact else each.block_count] for each in sequences]
+        rows += [np.array(each.sources.pages[group : group + 1], np.int32) for each in sequences if each.sources]
+        if group in exact:
+            taken = [pages[exact.index(group)] for each in sequences for pages in each.snapshots.values()]
+            rows.append(np.array(taken, np.int32))
+        owned.append(_present(mine))
+        leased.append(_present(rows))
         published.append(_present([extent.pages[group] for extent in extents]))
-    faults = ledger.check(leases, published)
-    faults += _table_faults(tables, sequences)
+    faults = ledger.check(owned, leased, published)
+    faults += _table_faults(tables, sequences, exact)
     faults += _tree_faults(tree, extents)
-    faults += _candidate_faults(ledger, tree, extents)
+    faults += _hold_faults(tree, extents, sequences)
     return faults
+
+
+def _extents(tree: PrefixTree, sequences: SequenceOf[Sequence]) -> list[Extent]:
+    """Every extent, those too that are kept by a hold only and cannot be found any more."""
+    found = {id(extent): extent for extent in tree.extents()}
+    for node in _held(sequences):
+        above: Extent | None = node
+        while above is not None and above.parent is not None:
+            found[id(above)] = above
+            above = above.parent
+    return list(found.values())
+
+
+def _held(sequences: SequenceOf[Sequence]) -> list[Extent]:
+    tips = [sequence.tip for sequence in sequences if sequence.tip is not None]
+    return tips + [sequence.sources.extent for sequence in sequences if sequence.sources is not None]
 
 
 def _present(rows: list[IntArray]) -> IntArray:
     return present(np.concatenate(rows)) if rows else np.empty(0, np.int32)
 
 
-def _table_faults(tables: Tables, sequences: SequenceOf[Sequence]) -> list[str]:
+def _table_faults(tables: Tables, sequences: SequenceOf[Sequence], exact: list[int]) -> list[str]:
     faults = []
-    used = {sequence.slot: sequence.block_count for sequence in sequences}
-    for table in tables.arrays:
+    used = {sequence.slot: sequence for sequence in sequences}
+    for group, table in enumerate(tables.arrays):
         for slot, row in enumerate(table):
-            if (row[used.get(slot, 0) :] != NO_PAGE).any():
+            count = 0
+            if slot in used:
+                count = used[slot].state_columns if group in exact else used[slot].block_count
+            if (row[count:] != NO_PAGE).any():
                 faults.append(f"table row {slot} names a page beyond its sequence's blocks")
     for sequence in sequences:
         if not sequence.committed <= sequence.computed <= sequence.reserved:
             faults.append(f"slot {sequence.slot}: committed <= computed <= reserved does not hold")
+        tip = sequence.tip
+        if sequence.published != (0 if tip is None else tip.end):
+            faults.append(f"slot {sequence.slot}: what is published does not end where its extent ends")
     return faults
 
 
@@ -71,13 +94,22 @@ def _tree_faults(tree: PrefixTree, extents: list[Extent]) -> list[str]:
     return faults
 
 
-def _candidate_faults(ledger: Ledger, tree: PrefixTree, extents: list[Extent]) -> list[str]:
-    """Every leaf whose last block nobody holds can be found for eviction."""
+def _hold_faults(tree: PrefixTree, extents: list[Extent], sequences: SequenceOf[Sequence]) -> list[str]:
+    """Holds are what sequences hold and what held children add; every idle leaf can be found for eviction."""
+    direct = Counter(id(extent) for extent in _held(sequences))
     offered = {id(extent) for _, _, extent in tree.candidates} | {id(extent) for extent in tree.set_aside}
     faults = []
+    idle = 0
     for extent in extents:
-        if not extent.children and id(extent) not in offered:
-            last = extent.pages[:, -1]
-            if not any(page != NO_PAGE and ledger.leases[group][page] for group, page in enumerate(last)):
+        holds = direct[id(extent)] + sum(1 for child in extent.children.values() if child.holds)
+        if holds != extent.holds:
+            faults.append(f"extent at {extent.start}: {holds} holds, the count says {extent.holds}")
+        if not extent.holds:
+            idle += extent.block_count
+            if extent.stale:
+                faults.append(f"extent at {extent.start} is stale, idle and still there")
+            if not extent.children and id(extent) not in offered:
                 faults.append(f"extent at {extent.start} is idle and cannot be found for eviction")
+    if idle != tree.idle_blocks:
+        faults.append(f"{idle} blocks are idle, the count says {tree.idle_blocks}")
     return faults

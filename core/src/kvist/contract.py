@@ -13,23 +13,29 @@ from kvist.layout import Layout
 from kvist.plan import Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import Scope
-from kvist.stats import ManagerStats
+from kvist.stats import Cleared, ManagerStats
 from kvist.step import Step
 
 
 class CacheManager(Protocol):
     """What an engine needs from a cache manager. One thread drives it; no call blocks.
 
-    Between ``plan`` and ``commit`` nothing may change; between ``commit`` and ``complete`` the step's sequences belong
-    to the step. Every method leaves everything unchanged when it raises.
+    Between ``plan`` and ``commit`` nothing may change. Between ``commit`` and ``complete`` the next step may be planned
+    and committed; what a step's tables say about its rows does not change until it is completed. Steps are executed in
+    the order of their commits, completed oldest first and cancelled newest first, as far as they share sequences.
+    Every method leaves everything unchanged when it raises.
     """
 
     layout: Layout
 
-    def open(self, tokens: npt.ArrayLike, scope: Scope = ...) -> Sequence:
+    def open(
+        self, tokens: npt.ArrayLike, scope: Scope = ..., *, reuse: bool = True, restore_at: SequenceOf[int] = ()
+    ) -> Sequence:
         """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
 
         A read-only int32 array is kept, so nobody may write to its memory afterwards; anything else is copied.
+        reuse: ``False`` takes nothing from the cache and gives nothing to it.
+        restore_at: positions, rounded down to blocks, at which later prompts should be able to resume.
         Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
         """
 
@@ -43,22 +49,56 @@ class CacheManager(Protocol):
         """What the batch would need. Changes nothing. Rows of the step: ``decode``'s first, then runs of one query
         token, then the others, each in the order given.
 
-        Raises StateError for sequences that are closed, in flight, in a batch or named twice, RequestError for a run
-        past the model's length.
+        Steps in flight count as completed; a sequence whose step in flight has drafts has to wait for it. Where a
+        group keeps states, a run with drafts needs a page for the state after each of its query tokens.
+
+        Raises StateError for sequences that are closed, suspended, in a batch, named twice, or in flight with drafts;
+        RequestError for a run past the model's length.
         """
 
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
         """The step's rows are written: advance lengths, publish, drop what is no longer read.
 
         accepted: tokens that stay, for each run in row order (``decode`` rows always keep their one); ``None`` keeps
-        ``new_tokens`` of each run and no draft.
+        ``new_tokens`` of each run and no draft. Where a group keeps states, a run without drafts keeps all.
         """
 
-    def cancel(self, step: Step) -> None:
-        """The step will not run or failed: its sequences are as before, but keep the pages they got."""
+    def cancel(self, step: Step, *, ran: bool = True) -> None:
+        """The step will not run or failed: its sequences are as before, but keep the pages they got.
+
+        ran: may anything of the step have been executed? States can then be overwritten, so where a group keeps states
+        the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore point.
+        """
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Publish what is committed and give every page back, so that others can have them; the sequence stays open.
+        Idempotent. Raises StateError if it is closed, in a batch or in a step."""
+
+    def resume(self, sequence: Sequence) -> int:
+        """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than before;
+        the known ones after them have to be computed again. Raises StateError as ``suspend`` does."""
+
+    def truncate(self, sequence: Sequence, length: int) -> int:
+        """Forget the tokens from position ``length`` on. Returns the computed tokens: ``length``, or fewer where some
+        group cannot go back that far; the known ones after them have to be computed again.
+
+        Raises RequestError unless ``1 <= length <= sequence.known``, StateError as ``suspend`` does.
+        """
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same tokens, computed as far. They share whole blocks and never see each other's
+        later tokens; what they do not share is copied when the next step begins.
+
+        Raises CapacityError when there is no room for the copies, StateError as ``suspend`` does, and for a sequence
+        that opted out of reuse or has computed tokens of unknown ids.
+        """
 
     def close(self, sequence: Sequence) -> None:
         """Publish what is committed, give every page back. Idempotent. During a step it takes effect at its end."""
+
+    def clear(self) -> Cleared:
+        """Forget everything cached, e.g. because the weights changed. Open sequences go on with what they hold, and
+        nothing that they compute is found by others."""
 
     def check(self) -> None:
         """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""

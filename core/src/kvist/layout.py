@@ -24,6 +24,8 @@ _SLAB_BYTES_MAX = 32 << 20
 #: Sequences keep what they would need after taking back this many tokens: the same prompt sent again reuses all but its
 #: last token.
 KEPT_ROLLBACK = 1
+#: Long enough that any retention that ever drops a block drops one by then.
+_FAR = 1 << 30
 
 
 class PageLayout(Protocol):
@@ -67,6 +69,9 @@ class Group:
 
     index: position in :attr:`Layout.groups`, and in every per-group tuple of Kvist.
     content_bytes: bytes in use per page; ``page_bytes - content_bytes`` is padding.
+    exact: one mutable page per sequence instead of one per block (see :attr:`Retention.exact`).
+    sparse: not every block of the prefix tree has a page, because the group drops blocks while a sequence runs or
+        keeps only snapshots. Groups that are not sparse are *dense*.
     """
 
     index: int
@@ -75,6 +80,8 @@ class Group:
     parts: tuple[Part, ...]
     content_bytes: int
     page_bytes: int
+    exact: bool
+    sparse: bool
 
     @property
     def name(self) -> str:
@@ -89,6 +96,7 @@ class Layout:
     slab_bytes: the unit a group takes from the arena; a multiple of every group's page_bytes.
     slab_count: slabs in the arena.
     tag: the backend's page layout tag.
+    drafts: specs of further domains, e.g. a draft model's, that compute the same tokens in the same steps.
     """
 
     spec: CacheSpec
@@ -96,22 +104,48 @@ class Layout:
     slab_bytes: int
     slab_count: int
     tag: str
+    drafts: tuple[CacheSpec, ...] = ()
 
     @classmethod
-    def build(cls, spec: CacheSpec, memory_bytes: int, page_layout: PageLayout | None = None) -> Layout:
-        """Lay ``spec`` out in at most ``memory_bytes``.
+    def build(
+        cls,
+        spec: CacheSpec,
+        memory_bytes: int,
+        page_layout: PageLayout | None = None,
+        drafts: Sequence[CacheSpec] = (),
+    ) -> Layout:
+        """Lay ``spec`` and the specs of other domains out in at most ``memory_bytes`` in all.
 
-        Raises CapacityError when not even one page of each group fits beside the reserved one.
+        Domains share the arena and the sequences, so a plan covers all of them or fails as a whole.
+
+        Raises CapacityError when not even one page of each group fits beside the reserved one, SpecError when two
+        specs have one domain or different blocks.
         """
         arrangement = page_layout or RowMajor()
-        contents = _contents(spec, arrangement)
-        sizes = [_align(size) for _, _, size in contents]
+        specs = (spec, *drafts)
+        if len({each.domain for each in specs}) < len(specs):
+            raise SpecError(
+                f"two specs have one domain: {[each.domain for each in specs]}", hint="name the draft model's domain"
+            )
+        if len({each.block_tokens for each in specs}) > 1:
+            raise SpecError(f"domains differ in block_tokens: {[each.block_tokens for each in specs]}")
+        contents = [(each.domain, *content) for each in specs for content in _contents(each, arrangement)]
+        sizes = [_align(size) for *_, size in contents]
         slab_bytes, page_bytes = _choose_slab(sizes, memory_bytes)
         groups = tuple(
-            Group(index, spec.domain, retention, parts, size, page)
-            for index, ((retention, parts, size), page) in enumerate(zip(contents, page_bytes, strict=True))
+            Group(
+                index,
+                domain,
+                retention,
+                parts,
+                size,
+                page,
+                retention.exact,
+                retention.exact or bool(retention.droppable(_FAR, 0, spec.block_tokens)),
+            )
+            for index, ((domain, retention, parts, size), page) in enumerate(zip(contents, page_bytes, strict=True))
         )
-        layout = cls(spec, groups, slab_bytes, memory_bytes // slab_bytes, arrangement.tag)
+        layout = cls(spec, groups, slab_bytes, memory_bytes // slab_bytes, arrangement.tag, tuple(drafts))
         layout._require_room(memory_bytes)
         return layout
 
@@ -129,6 +163,11 @@ class Layout:
         return max(1 - group.content_bytes / group.page_bytes for group in self.groups)
 
     @cached_property
+    def has_states(self) -> bool:
+        """Does any group keep one state per sequence instead of a page per block?"""
+        return any(group.exact for group in self.groups)
+
+    @cached_property
     def reuse_unit(self) -> int:
         """Tokens between positions at which reuse can end: every stream has whole rows there."""
         return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))
@@ -138,13 +177,15 @@ class Layout:
         is not counted."""
         return (self.slab_count - 1) * (self.slab_bytes // group.page_bytes)
 
-    def part(self, layer_id: int, stream_name: str) -> tuple[Group, Part]:
-        """Where a layer's stream lies. Raises SpecError when the spec has no such layer or stream."""
-        for group in self.groups:
-            for part in group.parts:
-                if part.layer_id == layer_id and part.stream.name == stream_name:
-                    return group, part
-        known = sorted({p.stream.name for g in self.groups for p in g.parts if p.layer_id == layer_id})
+    def part(self, layer_id: int, stream_name: str, domain: str | None = None) -> tuple[Group, Part]:
+        """Where a layer's stream lies; ``domain`` is the first spec's by default. Raises SpecError when the domain has
+        no such layer or stream."""
+        domain = self.spec.domain if domain is None else domain
+        parts = [(group, part) for group in self.groups if group.domain == domain for part in group.parts]
+        for group, part in parts:
+            if part.layer_id == layer_id and part.stream.name == stream_name:
+                return group, part
+        known = sorted({part.stream.name for _, part in parts if part.layer_id == layer_id})
         raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
 
     def fits(self, length: int) -> bool:
@@ -168,6 +209,8 @@ class Layout:
         The peak comes when a block is opened, and comes back unchanged once the group drops blocks, so two blocks
         beyond the first drop are far enough.
         """
+        if group.exact:
+            return 1
         block, droppable = self.block_tokens, group.retention.droppable
         if not droppable(length, KEPT_ROLLBACK, block):
             return ceil_div(length, block)
@@ -202,7 +245,7 @@ def _contents(spec: CacheSpec, arrangement: PageLayout) -> list[tuple[Retention,
     ends: dict[Retention, int] = {}
     for layer in spec.layers:
         for stream in layer.streams:
-            row_count = spec.block_tokens // stream.tokens_per_row
+            row_count = 1 if stream.retention.exact else spec.block_tokens // stream.tokens_per_row
             byte_count = arrangement.part_bytes(stream, row_count)
             if byte_count < row_count * stream.row.row_bytes:
                 raise SpecError(

@@ -1,7 +1,11 @@
 """Who holds each page. One lease is the right to read or write a page until it is released.
 
-A page is *held* (leases > 0), *cached* (published, no lease: evictable) or *free* (neither). Nothing but a lease
-keeps a page, and nothing depends on destructors.
+A page is *held*, *cached* (findable, no lease: evictable) or *free* (neither). Nothing but a lease keeps a page, and
+nothing depends on destructors.
+
+Sparse groups count leases page by page, because a sequence gives their blocks up while it runs. A page of a dense
+group has one owner: a sequence, or once it is published the prefix tree, where holding the extent is the lease. That
+is why nothing here is done per block for dense groups.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from kvist.step import IntArray
 
 
 class Ledger:
-    """Lease counts and publication marks of every page, as one NumPy column each per group.
+    """The arena, and lease counts and publication marks of sparse groups as one NumPy column each.
 
     All methods take arrays without duplicates and without NO_PAGE. They index with intp, because NumPy writes through
     int32 indices several times slower, and count instead of asking ``any()``, for the same reason.
@@ -26,71 +30,82 @@ class Ledger:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.arena = Arena(layout)
-        counts = [layout.arena_bytes // group.page_bytes for group in layout.groups]
+        self.sparse = [group.sparse for group in layout.groups]
+        counts = [layout.arena_bytes // group.page_bytes if group.sparse else 0 for group in layout.groups]
         self.leases = [np.zeros(count, np.int32) for count in counts]
         self.published: list[npt.NDArray[np.bool_]] = [np.zeros(count, np.bool_) for count in counts]
-        #: Pages with at least one lease, per group, now and at most so far.
-        self.held_count = [0] * len(counts)
+        #: Pages of sparse groups that are published and not leased.
+        self.cached = [0] * len(counts)
+        #: Pages held at most so far.
         self.held_peak = [0] * len(counts)
 
     def allocate(self, group: int, count: int) -> IntArray:
-        """``count`` free pages, each with one lease, from those the arena gathered."""
+        """``count`` free pages, from those the arena gathered, now the caller's: with one lease each."""
         pages = self.arena.take(group, count)
-        self.leases[group][pages.astype(np.intp)] = 1
-        self._hold(group, count)
+        if self.sparse[group]:
+            self.leases[group][pages.astype(np.intp)] = 1
         return pages
 
     def allocate_one(self, group: int) -> int:
         """As ``allocate(group, 1)``, at the cost of scalar accesses."""
         page = self.arena.take_one(group)
-        self.leases[group][page] = 1
-        held = self.held_count[group] + 1
-        self.held_count[group] = held
-        if held > self.held_peak[group]:
-            self.held_peak[group] = held
+        if self.sparse[group]:
+            self.leases[group][page] = 1
         return page
 
     def lease(self, group: int, pages: IntArray) -> None:
-        """One more lease on pages that are held or cached."""
+        """One more lease on pages of a sparse group that are held or cached."""
         column, ids = self.leases[group], pages.astype(np.intp)
         before = column.take(ids)
         column[ids] = before + 1
-        self._hold(group, len(pages) - int(np.count_nonzero(before)))
+        self.cached[group] -= len(pages) - int(np.count_nonzero(before))
 
     def release(self, group: int, pages: IntArray) -> None:
         """One lease less. Pages without lease and not published become free at once."""
+        if not self.sparse[group]:
+            self.arena.give(group, pages)
+            return
         column, ids = self.leases[group], pages.astype(np.intp)
         after = column.take(ids)
         after -= 1
         column[ids] = after
-        shared = int(np.count_nonzero(after))
-        if shared:
+        if np.count_nonzero(after):
             ids = ids[after == 0]
-        self.held_count[group] -= len(ids)
         marks = self.published[group].take(ids)
-        if np.count_nonzero(marks) < len(ids):
+        kept = int(np.count_nonzero(marks))
+        self.cached[group] += kept
+        if kept < len(ids):
             self.arena.give(group, ids[~marks])
 
     def publish(self, group: int, pages: IntArray) -> None:
-        """Mark held pages as findable by others."""
+        """Mark held pages of a sparse group as findable by others."""
         self.published[group][pages.astype(np.intp)] = True
 
     def unpublish(self, group: int, pages: IntArray) -> None:
-        """Pages are no longer findable. Those without a lease become free at once."""
+        """Pages that left the prefix tree. Those without a lease become free at once."""
+        if not len(pages):
+            return
+        if not self.sparse[group]:
+            self.arena.give(group, pages)
+            return
         ids = pages.astype(np.intp)
         self.published[group][ids] = False
         free = ids[self.leases[group].take(ids) == 0]
         if len(free):
+            self.cached[group] -= len(free)
             self.arena.give(group, free)
 
-    def evict(self, group: int, pages: IntArray) -> None:
-        """Cached pages become free."""
-        self.published[group][pages.astype(np.intp)] = False
-        self.arena.give(group, pages)
+    def held_count(self, group: int, idle_blocks: int) -> int:
+        """Pages somebody holds; ``idle_blocks``: of the prefix tree."""
+        return self.arena.taken_count(group) - (self.cached[group] if self.sparse[group] else idle_blocks)
 
-    def cached_count(self, group: int) -> int:
-        """Published pages without a lease."""
-        return int(np.count_nonzero(self.published[group] & (self.leases[group] == 0)))
+    def note_peaks(self, idle_blocks: int) -> None:
+        """Remember how many pages are held, if it is more than ever. Call before pages are given up, which is when
+        the number is highest."""
+        for group, peak in enumerate(self.held_peak):
+            held = self.held_count(group, idle_blocks)
+            if held > peak:
+                self.held_peak[group] = held
 
     def free_count(self, group: int) -> int:
         """Pages the group could take now without evicting, slabs that no group owns included."""
@@ -100,34 +115,43 @@ class Ledger:
         """Ids of every page that nobody holds and nobody can find."""
         return np.concatenate([self.arena.free_pages(group), self.arena.unowned_pages(group)])
 
-    def check(self, expected_leases: Sequence[IntArray], published: Sequence[IntArray]) -> list[str]:
-        """Compare with a recount. ``expected_leases``: per group, page ids with one entry per lease;
-        ``published``: per group, every page id in the prefix tree. Returns violated invariants in words."""
+    def check(self, owned: Sequence[IntArray], leased: Sequence[IntArray], published: Sequence[IntArray]) -> list[str]:
+        """Compare with a recount, all per group. owned: pages of dense groups that sequences own; leased: pages of
+        sparse groups with one entry per lease; published: every page in the prefix tree. Returns violated invariants
+        in words."""
         faults = self.arena.check()
         for group, column in enumerate(self.leases):
             name = self.layout.groups[group].name
-            if not np.array_equal(np.bincount(expected_leases[group], minlength=len(column)), column):
-                faults.append(f"{name}: lease counts differ from what sequences and steps hold")
             pages = published[group]
             if len(np.unique(pages)) != len(pages):
                 faults.append(f"{name}: a page is published twice")
-            marks = np.zeros(len(column), np.bool_)
-            marks[pages] = True
-            if not np.array_equal(marks, self.published[group]):
-                faults.append(f"{name}: publication marks differ from the prefix tree")
             free = self.arena.free_pages(group)
-            if ((column[free] > 0) | self.published[group][free]).any():
-                faults.append(f"{name}: a free page is held or published")
-            held = int(np.count_nonzero(column))
-            if held != self.held_count[group]:
-                faults.append(f"{name}: {held} pages are held, the count says {self.held_count[group]}")
-            owned = self.arena.owned_page_count(group)
-            cached = self.cached_count(group)
-            if len(free) + cached + held != owned:
-                faults.append(f"{name}: {len(free)} free + {cached} cached + {held} held is not {owned}")
+            if self.sparse[group]:
+                faults += self._column_faults(group, leased[group], pages)
+                if ((column[free] > 0) | self.published[group][free]).any():
+                    faults.append(f"{name}: a free page is held or published")
+                used = np.union1d(leased[group], pages)
+            else:
+                used = np.concatenate([owned[group], pages])
+                if len(np.unique(used)) != len(used):
+                    faults.append(f"{name}: a page has two owners")
+            everything = np.concatenate([used, free])
+            if len(np.unique(everything)) != len(everything):
+                faults.append(f"{name}: a page is free and in use")
+            if len(everything) != self.arena.owned_count[group]:
+                faults.append(f"{name}: {len(free)} free + {len(used)} used is not {self.arena.owned_count[group]}")
         return faults
 
-    def _hold(self, group: int, count: int) -> None:
-        self.held_count[group] += count
-        if self.held_count[group] > self.held_peak[group]:
-            self.held_peak[group] = self.held_count[group]
+    def _column_faults(self, group: int, leased: IntArray, published: IntArray) -> list[str]:
+        column, name = self.leases[group], self.layout.groups[group].name
+        faults = []
+        if not np.array_equal(np.bincount(leased, minlength=len(column)), column):
+            faults.append(f"{name}: lease counts differ from what sequences and steps hold")
+        marks = np.zeros(len(column), np.bool_)
+        marks[published] = True
+        if not np.array_equal(marks, self.published[group]):
+            faults.append(f"{name}: publication marks differ from the prefix tree")
+        cached = int(np.count_nonzero(marks & (column == 0)))
+        if cached != self.cached[group]:
+            faults.append(f"{name}: {cached} pages are cached, the count says {self.cached[group]}")
+        return faults

@@ -10,230 +10,293 @@ import numpy.typing as npt
 
 from kvist.audit import faults_of
 from kvist.batch import DecodeBatch
+from kvist.claim import Claims
+from kvist.commit import Committer
 from kvist.contract import CacheManager
-from kvist.errors import RequestError, SpecError, StateError
-from kvist.eviction import NOTHING, choose, evict
+from kvist.errors import CapacityError, RequestError, StateError
+from kvist.eviction import NOTHING, Eviction, choose, evict
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
+from kvist.owed import Owed
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
-from kvist.prefix.tree import Cursor, PrefixTree
-from kvist.publish import Publisher, RestorePolicy
-from kvist.sequence import Partial, Sequence, Tables, as_prompt, frozen_tokens
+from kvist.prefix.tree import PrefixTree
+from kvist.publish import Publisher
+from kvist.restore import RestorePolicy
+from kvist.sequence import Sequence, Tables, as_prompt, frozen_tokens
 from kvist.spec import Scope
-from kvist.stats import ManagerStats, group_stats
-from kvist.step import NO_PAGE, IntArray, Step, present
+from kvist.states import States
+from kvist.stats import Cleared, ManagerStats, group_stats
+from kvist.step import NO_PAGE, IntArray, Step
 
-__all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "Run", "Sequence", "Shortage"]
+__all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "RestorePolicy", "Run", "Sequence", "Shortage"]
 
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
 
 
 class PagedCacheManager:
-    """Implements :class:`CacheManager` for any mix of block-paged retentions on one arena.
+    """Implements :class:`CacheManager` for any mix of retentions on one arena.
 
     layout: from ``Layout.build``; its arena is this manager's alone.
-    restore: where groups that drop blocks stay resumable.
+    restore: where sparse groups stay resumable.
+    backoff_tokens: tokens to compute again at the end of everything reused, for draft models that need them.
     """
 
-    def __init__(self, layout: Layout, restore: RestorePolicy | None = None) -> None:
-        for group in layout.groups:
-            if group.retention.exact:
-                raise SpecError(
-                    f"group {group.name} keeps one state per sequence, which PagedCacheManager does not serve",
-                    hint="select a cache manager made for recurrent state",
-                )
+    def __init__(self, layout: Layout, restore: RestorePolicy | None = None, backoff_tokens: int = 0) -> None:
+        policy = restore or RestorePolicy()
         self.layout = layout
         self._block = layout.block_tokens
+        self._policy = policy
+        self._backoff = backoff_tokens
         self._group_range = range(len(layout.groups))
+        self._sparse = [group for group in layout.groups if group.sparse]
+        self._windows = [group for group in self._sparse if not group.exact]
+        self._paged = [group.index for group in layout.groups if not group.exact]
         self._ledger = Ledger(layout)
         self._tree = PrefixTree(self._block, len(layout.groups))
         self._tables = Tables(len(layout.groups))
-        self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, restore or RestorePolicy())
+        self._claims = Claims(layout, self._tree, self._ledger, self._tables)
+        self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
+        self._states = States(layout, self._ledger, self._tables, policy)
+        self._has_states = bool(self._states.groups)
+        self._owed = Owed(len(layout.groups))
+        self._nothing_needed = [0 for _ in layout.groups]
+        self._committer = Committer(
+            layout, self._ledger, self._tables, self._claims, self._states, self._owed, self._nothing_needed
+        )
         self._sequences: dict[int, Sequence] = {}
-        self._drops = [group for group in self._group_range if self._publisher.drops[group]]
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
         #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
-        self._nothing_needed = [0 for _ in layout.groups]
         self._epoch = 0
         self._step_count = 0
-        self._no_copies = tuple(np.empty((0, 2), np.int32) for _ in layout.groups)
         self._evicted = [0] * len(layout.groups)
         self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
+        self._resumed_tokens = 0
 
-    def open(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> Sequence:
+    def open(
+        self,
+        tokens: npt.ArrayLike,
+        scope: Scope = _DEFAULT_SCOPE,
+        *,
+        reuse: bool = True,
+        restore_at: SequenceOf[int] = (),
+    ) -> Sequence:
         prompt = frozen_tokens(as_prompt(tokens, self.layout.spec))
-        if len(prompt) > self._fits_up_to:
-            self.layout.require_fit(len(prompt))
-        match = self._match(prompt, scope)
+        length = len(prompt)
+        if length > self._fits_up_to:
+            self.layout.require_fit(length)
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
-        self._claim(sequence, match)
+        if reuse:
+            match = self._match(prompt, scope, length - 1)
+            self._claims.claim(sequence, match)
+            sequence.reused, sequence.matched, sequence.limited_by = match.length, match.known, match.limited_by
+            if self._sparse:
+                points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
+                sequence.chunk_ends = points
+                # Resuming at the end takes the next turn, resuming before it takes the same prompt once more.
+                sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
+        else:
+            sequence.shares = False
         self._sequences[slot] = sequence
         self._epoch += 1
         return sequence
 
     def probe(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE) -> int:
-        return self._match(as_prompt(tokens, self.layout.spec).astype(np.int32, copy=False), scope).length
+        prompt = as_prompt(tokens, self.layout.spec).astype(np.int32, copy=False)
+        return self._match(prompt, scope, len(prompt) - 1).length
 
     def decode_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block, self.layout.spec.max_tokens, self._changed)
 
     def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
         ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens) if runs else _NO_RUNS
+        block = self._block
         blocks = 0
         for run in ordered:
             sequence = run.sequence
-            blocks += max(0, sequence.blocks_for(sequence.computed + run.query_tokens) - sequence.block_count)
+            blocks += max(0, -(-(sequence.scheduled + run.query_tokens) // block) - sequence.block_count)
         due: list[Sequence] = []
         if decode is not None:
-            if decode.in_flight:
-                raise StateError("plan() of a decode batch whose step is in flight", hint="complete the step first")
-            if decode.ticks >= decode.limit_tick:
+            if decode.started >= decode.limit_tick:
                 raise RequestError(
                     f"a row of the decode batch has the model's {self.layout.spec.max_tokens} tokens",
                     hint="take it out of the batch with leave(), or close it",
                 )
-            due = decode.at_boundary()
+            due = decode.at_boundary(decode.started)
             if due and decode.irregular:
-                due = [s for s in due if s.block_count * self._block <= s.computed]
+                due = [s for s in due if s.block_count * block <= s.scheduled]
             blocks += len(due)
-        needed = [blocks] * len(self._group_range) if blocks else self._nothing_needed
-        eviction = NOTHING
-        shortages: tuple[Shortage, ...] = ()
-        if blocks and min(self._ledger.arena.free_count) < blocks:
-            eviction, short = choose(self._tree, self._ledger, needed, self._drops)
-            if any(short):
-                shortages = tuple(
-                    Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
-                    for group in self.layout.groups
-                    if short[group.index]
-                )
-        return Plan(decode, ordered, due, blocks, needed, eviction, shortages, self._epoch, self._commit)
-
-    def _commit(self, plan: Plan) -> Step:
-        if plan.epoch != self._epoch:
-            raise StateError(
-                "this plan is stale: the manager changed after it was made", hint="plan again, then commit at once"
-            )
-        self._epoch += 1
-        if plan.eviction is not NOTHING:
-            for group, count in enumerate(evict(self._tree, self._ledger, plan.eviction, self._drops)):
-                self._evicted[group] += count
-        decode, runs = plan.decode, plan.runs
-        if plan.blocks and len(self._group_range) > 1:
-            self._ledger.arena.gather(plan.needed)
-        if plan.due:
-            self._open_blocks(plan.due)
-        self._step_count += 1
-        self._in_flight[self._step_count] = plan
-        if decode is not None:
-            decode.in_flight = True
-            if not runs:
-                lengths = decode.lengths + decode.ones
-                # By position: by keyword it costs twice as much.
-                lengths.setflags(False)  # type: ignore[call-arg]
-                plan.lengths = lengths
-                return Step(
-                    self._step_count,
-                    decode.slots,
-                    decode.ones,
-                    lengths,
-                    len(lengths),
-                    self._tables.views,
-                    self._no_copies,
-                )
-        self._grow(runs)
-        copies = self._copies(plan)
-        slots = np.array([run.sequence.slot for run in runs], np.int32)
-        queries = np.array([run.query_tokens for run in runs], np.int32)
-        lengths = np.array([run.sequence.computed for run in runs], np.int32) + queries
-        decode_rows = int(np.count_nonzero(queries == 1))
-        for run in runs:
-            run.sequence.in_flight = True
-        if decode is not None:
-            slots = np.concatenate([decode.slots, slots])
-            queries = np.concatenate([decode.ones, queries])
-            lengths = np.concatenate([decode.lengths + decode.ones, lengths])
-            decode_rows += len(decode)
-        for array in (slots, queries, lengths, *copies):
-            array.setflags(write=False)
-        plan.lengths = lengths
-        return Step(self._step_count, slots, queries, lengths, decode_rows, self._tables.views, copies)
+        if self._has_states:
+            return self._plan_states(ordered, decode, due, blocks)
+        if not blocks:
+            return Plan(decode, ordered, due, 0, self._nothing_needed, (), NOTHING, (), self._epoch, self._commit)
+        needed = [blocks] * len(self._group_range)
+        eviction, shortages = NOTHING, ()
+        if min(self._ledger.arena.free_count) < blocks:
+            eviction, shortages = self._make_room(needed)
+        return Plan(decode, ordered, due, blocks, needed, (), eviction, shortages, self._epoch, self._commit)
 
     def complete(self, step: Step, accepted: SequenceOf[int] | None = None) -> None:
         plan = self._flight(step)
-        runs = plan.runs
+        runs, decode = plan.runs, plan.decode
         if runs or accepted is not None:
-            kept = accepted_counts(runs, accepted)
+            kept = accepted_counts(runs, accepted, exact=self._has_states)
+            if any(run.sequence.flights[0] != step.id for run in runs):
+                raise StateError(f"step {step.id} is not the oldest of its sequences", hint="complete steps in order")
+        if decode is not None:
+            if plan.tick != decode.ticks:
+                raise StateError(f"step {step.id} is not the oldest of its batch", hint="complete steps in order")
+            decode.finish()
+            self._computed_tokens += plan.decode_rows
+            if self._sparse:
+                for sequence in decode.at_boundary(decode.ticks):
+                    if self._publisher.at_intervals or sequence.points or sequence.snapshots:
+                        self._publisher.publish(sequence, ended=False, switch=not decode.in_flight)
+                    self._drop(sequence)
         del self._in_flight[step.id]
         self._epoch += 1
         self._completed += 1
-        decode = plan.decode
-        if decode is not None:
-            rows = len(decode.sequences)
-            decode.in_flight = False
-            decode.tick(step.lengths[:rows] if runs else step.lengths)
-            self._computed_tokens += rows
-            if self._drops:
-                for sequence in decode.at_boundary():
-                    if self._publisher.at_intervals:
-                        self._publisher.publish(sequence, ended=False)
-                    self._drop(sequence)
         if runs:
-            self._complete_runs(runs, kept)
-            for holder in plan.sources:
-                self._release_partial(holder)
+            for run, count in zip(runs, kept):
+                sequence = run.sequence
+                del sequence.flights[0]
+                sequence.ahead -= run.query_tokens
+                sequence.undecided = False
+                sequence.advance(count)
+                self._computed_tokens += count
+                if not sequence.started:
+                    self._count_start(sequence)
+                if self._has_states:
+                    self._states.accept(run, count)
+                self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
+                if self._sparse:
+                    self._drop(sequence)
         if self._closing:
             self._close_waiting()
 
-    def cancel(self, step: Step) -> None:
+    def cancel(self, step: Step, *, ran: bool = True) -> None:
         plan = self._flight(step)
+        decode = plan.decode
+        if any(run.sequence.flights[-1] != step.id for run in plan.runs) or (
+            decode is not None and plan.tick != decode.started - 1
+        ):
+            raise StateError(f"step {step.id} is not the newest of its sequences", hint="cancel steps in reverse order")
         del self._in_flight[step.id]
         self._epoch += 1
-        if plan.decode is not None:
-            plan.decode.in_flight = False
-            plan.decode.irregular = True
+        rows = list(decode.sequences) if decode is not None else []
+        if decode is not None:
+            decode.withdraw()
         for run in plan.runs:
-            run.sequence.in_flight = False
-        for holder in plan.sources:
-            # The copy may not have happened: the next step repeats it.
-            holder.sequence.partial = holder
+            sequence = run.sequence
+            del sequence.flights[-1]
+            sequence.ahead -= run.query_tokens
+            sequence.undecided = False
+        for sequence, position in plan.snapshots:
+            pages = sequence.snapshots.pop(position, None)
+            if pages is not None:
+                self._publisher.drop_snapshot(pages)
+        self._owed.again(step)
+        if self._has_states and ran:
+            # Their states may be overwritten in part; rows of other groups are simply written again.
+            for sequence in [*rows, *(run.sequence for run in plan.runs)]:
+                if sequence.batch is not None:
+                    sequence.batch.leave(sequence)
+                if not sequence.closing:
+                    self._park(sequence)
         if self._closing:
             self._close_waiting()
 
     def close(self, sequence: Sequence) -> None:
         if sequence.closed:
             return
-        if self._sequences.get(sequence.slot) is not sequence:
-            raise StateError("close() of another manager's sequence")
+        self._require_own(sequence, "close()")
         batch = sequence.batch
-        if sequence.in_flight or (batch is not None and batch.in_flight):
+        if batch is not None and not sequence.has_left:
+            batch.leave(sequence)
+        if sequence.in_flight:
             if not sequence.closing:
                 sequence.closing = True
                 self._closing.append(sequence)
             return
-        if batch is not None:
-            batch.leave(sequence)
         self._epoch += 1
-        if sequence.computed > sequence.reused:
+        if not sequence.started and sequence.computed > sequence.reused:
             self._count_start(sequence)
+        if self._has_states:
+            self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
-        slot, blocks = sequence.slot, sequence.block_count
-        for group, table in enumerate(self._tables.arrays):
-            row = table[slot, :blocks]
-            self._ledger.release(group, present(row) if self._drops else row)
-        self._tables.release(slot, blocks)
-        if sequence.partial is not None:
-            self._release_partial(sequence.partial)
-        if sequence.tip is not None:
-            self._tree.touch(sequence.tip, sequence.published)
-            self._tree.offer(sequence.tip)
-        del self._sequences[slot]
+        self._claims.vacate(sequence)
+        self._tables.release(sequence.slot)
+        del self._sequences[sequence.slot]
         sequence.closed = True
+
+    def suspend(self, sequence: Sequence) -> None:
+        self._require_idle(sequence, "suspend()")
+        if not sequence.suspended:
+            if self._has_states:
+                self._states.donate(sequence)
+            self._publisher.publish(sequence, ended=True)
+            self._park(sequence)
+
+    def resume(self, sequence: Sequence) -> int:
+        self._require_idle(sequence, "resume()")
+        if sequence.suspended:
+            limit = max(sequence.known - 1, min(sequence.known, sequence.suspended_at))
+            self._reclaim(sequence, limit)
+            self._resumed_tokens += sequence.computed
+        return sequence.computed
+
+    def truncate(self, sequence: Sequence, length: int) -> int:
+        self._require_idle(sequence, "truncate()")
+        if not 1 <= length <= sequence.known:
+            raise RequestError(f"truncate() to {length} of {sequence.known} known tokens")
+        if not sequence.suspended:
+            if self._has_states:
+                self._states.donate(sequence)
+            self._publisher.publish(sequence, ended=True)
+            self._park(sequence)
+        limit = min(length, sequence.suspended_at)
+        sequence.shorten(length)
+        self._reclaim(sequence, limit)
+        return sequence.computed
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        self._require_idle(sequence, "fork()")
+        if sequence.suspended or sequence.known < sequence.computed or not sequence.shares:
+            raise StateError(
+                "fork() of a sequence that is suspended, opted out of reuse, or has computed tokens of unknown ids",
+                hint="resume() it, give it a salt of its own instead, or extend() it with its tokens first",
+            )
+        if sequence.sources is not None or not sequence.computed:
+            # It has computed nothing yet: a second look at the prefix tree gives the same.
+            return self.open(sequence.tokens, sequence.scope)
+        self._publisher.publish(sequence, ended=False)
+        self._epoch += 1
+        needed = self._claims.fork_needs(sequence)
+        eviction, shortages = self._make_room(needed)
+        if shortages:
+            raise CapacityError("no room for a fork: " + "; ".join(map(str, shortages)), hint="close a sequence first")
+        self._evict(eviction)
+        if len(self._group_range) > 1:
+            self._ledger.arena.gather(needed)
+        child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
+        own = [self._ledger.allocate(group, count) for group, count in enumerate(needed)]
+        self._owed.copy(self._claims.fork(sequence, child, own))
+        child.reused = child.computed
+        child.started = True
+        self._sequences[child.slot] = child
+        return child
+
+    def clear(self) -> Cleared:
+        for sequence in self._sequences.values():
+            sequence.shares = False
+        self._epoch += 1
+        freed = self._claims.forget()
+        held = [self._ledger.held_count(group, self._tree.idle_blocks) for group in self._group_range]
+        return Cleared(tuple(freed), tuple(held))
 
     def free_pages(self, group: int) -> IntArray:
         """Ids of all pages of a group that nobody holds or can find, e.g. to poison them in a test."""
@@ -245,146 +308,126 @@ class PagedCacheManager:
         self._epoch += 1
 
     def check(self) -> None:
-        partials = [s.partial for s in self._sequences.values() if s.partial is not None]
-        partials += [holder for plan in self._in_flight.values() for holder in plan.sources]
-        faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()), partials)
+        faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()))
         if faults:
             raise AssertionError("; ".join(faults))
 
     def stats(self) -> ManagerStats:
-        groups = group_stats(self.layout, self._ledger, self._evicted)
+        self._ledger.note_peaks(self._tree.idle_blocks)
         return ManagerStats(
             self._requests,
             self._prompt_tokens,
             self._reused_tokens,
+            self._resumed_tokens,
             self._computed_tokens,
             self._completed,
             len(self._sequences),
             self._tree.extent_count,
-            groups,
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, self._evicted),
         )
 
     def _changed(self) -> None:
         self._epoch += 1
 
-    def _match(self, prompt: IntArray, scope: Scope) -> Match:
+    def _match(self, prompt: IntArray, scope: Scope, limit: int) -> Match:
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
         spare = len(prompt) + self._block
         if spare > self._fits_up_to and self.layout.fits(spare):
             self._fits_up_to = spare
-        return find(self._tree, self.layout, self._drops, scope, prompt, whole_blocks=spare > self._fits_up_to)
+        whole_blocks = spare > self._fits_up_to
+        if whole_blocks and self._has_states:
+            # The same holds for a state and the snapshot that it starts from.
+            limit = 0
+        return find(
+            self._tree,
+            self.layout,
+            self._sparse,
+            scope,
+            prompt,
+            limit,
+            backoff=self._backoff,
+            whole_blocks=whole_blocks,
+        )
 
-    def _claim(self, sequence: Sequence, match: Match) -> None:
-        """Take leases on what ``match`` found and set the sequence's lengths to it."""
-        length = match.length
-        if not length:
-            return
-        whole = length // self._block
-        self._tables.ensure_blocks(whole)
-        partial = [NO_PAGE] * len(self._group_range)
-        for group in self.layout.groups:
-            index = group.index
-            row = match.pages[index]
-            for low, high in group.retention.live(length, self._block):
-                # What is live may be more than what resuming requires, and then some of it may be gone.
-                self._ledger.lease(index, present(row[low:high]))
-                if high > whole:
-                    partial[index] = int(row[whole])
-                    high = whole
-                self._tables.arrays[index][sequence.slot, low:high] = row[low:high]
-        sequence.reused = length
-        sequence.advance(length)
-        sequence.block_count = whole
-        boundary = whole * self._block
-        for extent, matched in match.path:
-            if extent.start < boundary <= extent.start + matched:
-                # A claim that ends inside an extent splits it, so that only what was used counts as just used.
-                tip = self._tree.split_at(extent, whole - extent.start // self._block)
-                sequence.published = boundary
-                sequence.tip = tip
-                sequence.cursor = Cursor.at(tip, boundary)
-                self._tree.touch(tip, boundary)
-            if boundary < length <= extent.start + matched:
-                sequence.partial = Partial(sequence, partial, extent)
+    def _plan_states(self, runs: list[Run], decode: DecodeBatch | None, due: list[Sequence], blocks: int) -> Plan:
+        """As ``plan``, with pages for states and, where there is room for them, snapshots."""
+        states = sum(self._states.missing(run) for run in runs)
+        rows = decode.at_boundary(decode.started + 1) if decode is not None else ()
+        snapshots = self._states.due(runs, rows)
+        for kept in (snapshots, []):
+            count = states + len(kept)
+            needed = [count if group.exact else blocks for group in self.layout.groups]
+            eviction, shortages = self._make_room(needed)
+            if not shortages:
                 break
+        return Plan(decode, runs, due, blocks, needed, kept, eviction, shortages, self._epoch, self._commit)
 
-    def _open_blocks(self, due: list[Sequence]) -> None:
-        """One new page per group for each sequence. Few are due at once, so scalar accesses beat arrays."""
-        tables, allocate = self._tables, self._ledger.allocate_one
-        for sequence in due:
-            block = sequence.block_count
-            if block >= tables.columns:
-                tables.ensure_blocks(block + 1)
-            slot = sequence.slot
-            for group in self._group_range:
-                tables.arrays[group][slot, block] = allocate(group)
-            sequence.block_count = block + 1
+    def _make_room(self, needed: list[int]) -> tuple[Eviction, tuple[Shortage, ...]]:
+        """What must be evicted for ``needed`` pages per group, and what would be lacking all the same."""
+        eviction, short = choose(self._tree, self._ledger, needed)
+        if not any(short):
+            return eviction, ()
+        return eviction, tuple(
+            Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
+            for group in self.layout.groups
+            if short[group.index]
+        )
 
-    def _grow(self, runs: list[Run]) -> None:
-        for run in runs:
-            sequence = run.sequence
-            first, end = sequence.block_count, sequence.blocks_for(sequence.computed + run.query_tokens)
-            if end > first:
-                self._tables.ensure_blocks(end)
-                for group in self._group_range:
-                    pages = self._ledger.allocate(group, end - first)
-                    self._tables.arrays[group][sequence.slot, first:end] = pages
-                sequence.block_count = end
+    def _commit(self, plan: Plan) -> Step:
+        if plan.epoch != self._epoch:
+            raise StateError(
+                "this plan is stale: the manager changed after it was made", hint="plan again, then commit at once"
+            )
+        self._epoch += 1
+        if plan.eviction is not NOTHING:
+            self._evict(plan.eviction)
+        self._step_count += 1
+        step = plan.step = self._committer.commit(plan, self._step_count)
+        self._in_flight[self._step_count] = plan
+        return step
 
-    def _copies(self, plan: Plan) -> tuple[IntArray, ...]:
-        """Pairs of pages to copy for sequences that reuse a part of a block; moves their leases to the plan."""
-        plan.sources = [run.sequence.partial for run in plan.runs if run.sequence.partial is not None]
-        if not plan.sources:
-            return self._no_copies
-        pairs: list[list[tuple[int, int]]] = [[] for _ in self._group_range]
-        for holder in plan.sources:
-            sequence = holder.sequence
-            block = sequence.computed // self._block
-            for group, source in enumerate(holder.pages):
-                if source != NO_PAGE:
-                    pairs[group].append((source, int(self._tables.arrays[group][sequence.slot, block])))
-            sequence.partial = None
-        return tuple(np.array(pair, np.int32).reshape(-1, 2) for pair in pairs)
+    def _evict(self, eviction: Eviction) -> None:
+        for group, count in enumerate(evict(self._tree, self._ledger, eviction)):
+            self._evicted[group] += count
 
     def _flight(self, step: Step) -> Plan:
         plan = self._in_flight.get(step.id)
-        if plan is None or plan.lengths is not step.lengths:
+        if plan is None or plan.step is None or plan.step.lengths is not step.lengths:
             raise StateError(
                 f"step {step.id} is not in flight",
                 hint="complete or cancel each committed step once, with the manager that it came from",
             )
         return plan
 
-    def _complete_runs(self, runs: list[Run], kept: list[int]) -> None:
-        for run, count in zip(runs, kept):
-            sequence = run.sequence
-            sequence.in_flight = False
-            sequence.advance(count)
-            self._computed_tokens += count
-            self._count_start(sequence)
-            self._publisher.publish(sequence, ended=False)
-            if self._drops:
-                self._drop(sequence)
+    def _park(self, sequence: Sequence) -> None:
+        """Give up what a sequence holds until it is reclaimed."""
+        computed = sequence.computed
+        self._claims.vacate(sequence)
+        sequence.rebase(0)
+        sequence.suspended_at = computed
+        self._epoch += 1
+
+    def _reclaim(self, sequence: Sequence, limit: int) -> None:
+        """Take back what the prefix tree still has of a parked sequence, up to ``limit`` tokens."""
+        sequence.suspended_at = -1
+        self._epoch += 1
+        if sequence.shares:
+            tokens = sequence.tokens
+            self._claims.claim(sequence, self._match(tokens, sequence.scope, limit))
+            sequence.points = [point for point in sequence.points if point > sequence.computed]
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""
         length = sequence.computed
-        for group in self._drops:
-            table = self._tables.arrays[group][sequence.slot]
-            for low, high in self.layout.groups[group].retention.droppable(length, KEPT_ROLLBACK, self._block):
+        for group in self._windows:
+            table = self._tables.arrays[group.index][sequence.slot]
+            for low, high in group.retention.droppable(length, KEPT_ROLLBACK, self._block):
                 row = table[low:high]
                 pages = row[row != NO_PAGE]
                 if len(pages):
-                    self._ledger.release(group, pages)
+                    self._ledger.note_peaks(self._tree.idle_blocks)
+                    self._ledger.release(group.index, pages)
                     row[:] = NO_PAGE
-                    if sequence.tip is not None:
-                        self._tree.offer(sequence.tip)
-
-    def _release_partial(self, holder: Partial) -> None:
-        for group, page in enumerate(holder.pages):
-            if page != NO_PAGE:
-                self._ledger.release(group, np.array([page], np.int32))
-        self._tree.offer(holder.extent)
 
     def _close_waiting(self) -> None:
         waiting, self._closing = self._closing, []
@@ -392,9 +435,23 @@ class PagedCacheManager:
             sequence.closing = False
             self.close(sequence)
 
+    def _require_own(self, sequence: Sequence, call: str) -> None:
+        if self._sequences.get(sequence.slot) is not sequence:
+            raise StateError(f"{call} of another manager's sequence")
+
+    def _require_idle(self, sequence: Sequence, call: str) -> None:
+        if sequence.closed or sequence.closing:
+            raise StateError(f"{call} of a closed sequence", hint="open a new one")
+        self._require_own(sequence, call)
+        sequence.settle()
+        if sequence.in_flight or sequence.batch is not None:
+            raise StateError(
+                f"{call} of a sequence that is in a step or in a decode batch",
+                hint="complete the step first, and leave the batch",
+            )
+
     def _count_start(self, sequence: Sequence) -> None:
-        if not sequence.started:
-            sequence.started = True
-            self._requests += 1
-            self._prompt_tokens += sequence.prompt_length
-            self._reused_tokens += sequence.reused
+        sequence.started = True
+        self._requests += 1
+        self._prompt_tokens += sequence.prompt_length
+        self._reused_tokens += sequence.reused

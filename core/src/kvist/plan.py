@@ -15,8 +15,7 @@ from kvist.sequence import Sequence
 if TYPE_CHECKING:
     from kvist.batch import DecodeBatch
     from kvist.eviction import Eviction
-    from kvist.sequence import Partial
-    from kvist.step import IntArray, Step
+    from kvist.step import Step
 
 
 @attrs.frozen(eq=False)
@@ -51,6 +50,7 @@ class Plan:
     runs: the single runs in row order, after the rows of ``decode``.
     due: sequences of the decode batch that open a new block.
     blocks: new blocks over all rows. needed: new pages per group.
+    snapshots: sequences whose states are to be kept, with the position that each will have reached.
     """
 
     decode: DecodeBatch | None
@@ -58,14 +58,16 @@ class Plan:
     due: list[Sequence]
     blocks: int
     needed: list[int]
+    snapshots: list[tuple[Sequence, int]] | tuple[()]
     eviction: Eviction
     shortages: tuple[Shortage, ...]
     epoch: int
     _commit: Callable[[Plan], Step]
-    #: For the manager, from commit to completion: leased blocks that the step copies from.
-    sources: list[Partial] | tuple[()] = ()
-    #: For the manager: the step's own array, which tells it from other managers' steps.
-    lengths: IntArray | None = None
+    #: For the manager, from commit to completion.
+    step: Step | None = None
+    #: Rows of the decode batch in the step, and the batch's steps before it.
+    decode_rows: int = 0
+    tick: int = 0
 
     @property
     def fits(self) -> bool:
@@ -102,11 +104,14 @@ def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens:
         sequence = run.sequence
         if sequence.closed or sequence.closing:
             raise StateError("plan() of a closed sequence", hint="open a new one")
+        if sequence.suspended:
+            raise StateError("plan() of a suspended sequence", hint="resume() it first")
+        sequence.settle()
         if known.get(sequence.slot) is not sequence:
             raise StateError("plan() of another manager's sequence", hint="plan it with the manager that opened it")
-        if sequence.in_flight or sequence.batch is not None or sequence.slot in seen:
+        if sequence.undecided or sequence.batch is not None or sequence.slot in seen:
             raise StateError(
-                "plan() of a sequence that is in a step, in a decode batch, or twice in this plan",
+                "plan() of a sequence that has drafts in a step, is in a decode batch, or is named twice in this plan",
                 hint="complete its step first, and name each sequence once",
             )
         seen.add(sequence.slot)
@@ -115,17 +120,18 @@ def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens:
                 f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}) computes nothing",
                 hint="compute at least one new token, with zero or more drafts",
             )
-        end = sequence.computed + run.query_tokens
+        end = sequence.scheduled + run.query_tokens
         if max_tokens is not None and end > max_tokens:
             raise RequestError(
                 f"a run to {end} tokens goes past the model's {max_tokens}",
                 hint="stop generating at the model's length",
             )
-    return sorted(ordered, key=lambda run: run.query_tokens > 1)
+    return sorted(ordered, key=lambda run: run.query_tokens > 1) if len(ordered) > 1 else ordered
 
 
-def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None) -> list[int]:
-    """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. Raises StateError."""
+def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None, *, exact: bool) -> list[int]:
+    """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. ``exact``: there are states,
+    which a run without drafts overwrites. Raises StateError."""
     if accepted is None:
         return [run.new_tokens for run in runs]
     kept = [operator.index(count) for count in accepted]
@@ -134,4 +140,10 @@ def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None) -> 
     for run, count in zip(runs, kept):
         if not 0 <= count <= run.query_tokens:
             raise StateError(f"complete() accepts {count} of {run.query_tokens} tokens")
+        if exact and not run.drafts and count != run.new_tokens:
+            raise StateError(
+                f"complete() accepts {count} of {run.new_tokens} tokens, but the run had no drafts and its state is "
+                "overwritten",
+                hint="plan the tokens that may be rejected as drafts",
+            )
     return kept

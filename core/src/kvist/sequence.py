@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import RequestError, StateError
-from kvist.layout import Layout
+from kvist.layout import Group, Layout
 from kvist.prefix.extent import Extent
-from kvist.prefix.tree import Cursor
 from kvist.spec import CacheSpec, Scope, ceil_div
 from kvist.step import NO_PAGE, IntArray
 
@@ -41,10 +40,13 @@ class Tables:
             self._resize(2 * rows, columns)
         return self._free.pop()
 
-    def release(self, slot: int, block_count: int) -> None:
-        """Give a slot back whose first ``block_count`` entries were used."""
+    def clear(self, slot: int, count: int) -> None:
+        """Make the first ``count`` entries of a row NO_PAGE."""
         for array in self.arrays:
-            array[slot, :block_count] = NO_PAGE
+            array[slot, :count] = NO_PAGE
+
+    def release(self, slot: int) -> None:
+        """Give a cleared slot back."""
         self._free.append(slot)
 
     def ensure_blocks(self, block_count: int) -> None:
@@ -70,46 +72,60 @@ _INT32 = np.dtype(np.int32)
 _NO_OUTPUT: IntArray = np.empty(0, np.int32)
 
 
-@attrs.frozen(eq=False)
-class Partial:
-    """A leased block whose first rows the sequence's next step copies into a page of its own.
+#: Later than any tick of a decode batch.
+_NEVER = 1 << 62
 
-    pages: page per group, NO_PAGE where the group needs none. extent: where the block is published.
+
+@attrs.frozen(eq=False)
+class Sources:
+    """Pages that the sequence's next step copies into pages of its own: the first rows of a block, a state's snapshot.
+
+    pages: page per group, NO_PAGE where there is nothing to copy; leased where the group is sparse. extent: held.
     """
 
-    sequence: Sequence
     pages: list[int]
     extent: Extent
 
 
 class Sequence:
-    """Made by ``manager.open``; only the manager changes its lengths and pages.
+    """Made by ``manager.open`` and ``manager.fork``; only the manager changes its lengths and pages.
 
     ``committed <= computed <= reserved``: tokens whose ids are known and whose rows are final, tokens whose rows are
-    written, and tokens for which there are pages.
+    written, and tokens for which there are pages. ``scheduled`` counts the tokens of steps in flight as well.
     """
 
     __slots__ = (
         "_computed",
         "_output",
+        "ahead",
         "batch",
         "block_count",
+        "chunk_ends",
         "closed",
         "closing",
-        "cursor",
-        "in_flight",
+        "flights",
         "joined_tick",
         "known",
         "layout",
-        "partial",
+        "left_tick",
+        "limited_by",
+        "matched",
+        "points",
         "prompt",
         "prompt_length",
         "published",
         "reused",
         "scope",
+        "shared",
+        "shares",
         "slot",
+        "snapshots",
+        "sources",
         "started",
+        "state_columns",
+        "suspended_at",
         "tip",
+        "undecided",
     )
 
     def __init__(self, layout: Layout, scope: Scope, slot: int, prompt: IntArray) -> None:
@@ -125,18 +141,37 @@ class Sequence:
         self._computed = 0
         #: Tokens taken from the prefix index when the sequence was opened.
         self.reused = 0
+        #: Leading tokens that the index knew then, and the group without which more of them had been reused.
+        self.matched = 0
+        self.limited_by: Group | None = None
         #: Blocks that have a page, or had one until the group dropped it.
         self.block_count = 0
+        #: Positions where a prefill chunk must end for a snapshot of the states, ascending.
+        self.chunk_ends: list[int] = []
+        #: For the manager: restore points not published yet, ascending.
+        self.points: list[int] = []
+        #: For the manager: published tokens, the extent in which they end, which the sequence holds, and leading blocks
+        #: whose pages of dense groups are the prefix tree's.
         self.published = 0
-        #: The deepest extent that the sequence claimed or published, and where its next publication continues.
         self.tip: Extent | None = None
-        self.cursor: Cursor | None = None
-        self.partial: Partial | None = None
+        self.shared = 0
+        #: For the manager: may others find what it computes?
+        self.shares = True
+        self.sources: Sources | None = None
+        #: For the manager: pages in each exact group's table row, and snapshots not published yet, by position.
+        self.state_columns = 0
+        self.snapshots: dict[int, list[int]] = {}
         self.batch: DecodeBatch | None = None
         self.joined_tick = 0
-        self.in_flight = False
+        self.left_tick = _NEVER
+        #: For the manager: single runs in flight by step id, their tokens, and is it unknown how many will stay?
+        self.flights: list[int] = []
+        self.ahead = 0
+        self.undecided = False
         self.closing = False
         self.closed = False
+        #: What the sequence had computed when it was suspended, -1 while it is not.
+        self.suspended_at = -1
         self.started = False
 
     @property
@@ -157,7 +192,32 @@ class Sequence:
     def computed(self) -> int:
         """Tokens whose rows are written."""
         batch = self.batch
-        return self._computed if batch is None else self._computed + batch.ticks - self.joined_tick
+        if batch is None:
+            return self._computed
+        return self._computed + max(0, min(batch.ticks, self.left_tick) - self.joined_tick)
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens whose rows are written when all steps in flight are completed, drafts of theirs included."""
+        batch = self.batch
+        if batch is None:
+            return self._computed + self.ahead
+        return self._computed + min(batch.started, self.left_tick) - self.joined_tick
+
+    @property
+    def in_flight(self) -> bool:
+        """Is a committed step with this sequence not completed yet?"""
+        return self.scheduled != self.computed
+
+    @property
+    def has_left(self) -> bool:
+        """Did the sequence leave its batch while a step was in flight?"""
+        return self.left_tick != _NEVER
+
+    @property
+    def suspended(self) -> bool:
+        """Are its pages given up, until ``manager.resume``?"""
+        return self.suspended_at >= 0
 
     @property
     def committed(self) -> int:
@@ -168,6 +228,25 @@ class Sequence:
     def reserved(self) -> int:
         """Tokens for which pages are allocated."""
         return max(self.block_count * self.layout.block_tokens, self.computed)
+
+    def next_end(self, limit: int) -> int:
+        """Where the next prefill chunk should end: the largest position up to ``limit`` that does not pass one at which
+        a snapshot of the states is to be taken. A chunk that passes it is computed all the same, and others resume
+        earlier."""
+        scheduled = self.scheduled
+        for end in self.chunk_ends:
+            if end > scheduled:
+                return min(end, limit)
+        return limit
+
+    def shorten(self, known: int) -> None:
+        """For the manager: forget the token ids from position ``known`` on."""
+        if known < self.prompt_length:
+            self.prompt = self.prompt[:known]
+            self.prompt_length = known
+        # A new array: the prefix index may keep the old one.
+        self._output = self._output[: known - self.prompt_length].copy()
+        self.known = known
 
     def extend(self, tokens: npt.ArrayLike) -> None:
         """Make more token ids known, e.g. sampled ones. Copies them; cheap; not tied to any step.
@@ -193,7 +272,13 @@ class Sequence:
     def rebase(self, computed: int) -> None:
         """For the manager: leave any batch with ``computed`` rows written."""
         self.batch = None
+        self.left_tick = _NEVER
         self._computed = computed
+
+    def settle(self) -> None:
+        """For the manager: forget a batch that was left, once its last step with this sequence is completed."""
+        if self.batch is not None and self.left_tick <= self.batch.ticks:
+            self.rebase(self.computed)
 
     def blocks_for(self, length: int) -> int:
         return ceil_div(length, self.layout.block_tokens)

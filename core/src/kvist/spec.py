@@ -49,8 +49,8 @@ class Retention(Protocol):
 
     @property
     def exact(self) -> bool:
-        """``False``: one page per block of rows. ``True``: one mutable page per sequence, whose snapshots are
-        valid at exactly the token position they were taken at."""
+        """``False``: one page per block of rows. ``True``: one mutable page per sequence, whose snapshots are valid at
+        exactly the token position they were taken at; a page then has one row of each stream."""
 
     def live(self, length: int, block_tokens: int) -> Spans:
         """Blocks among those below ``length`` that the query at ``length`` or any later one may read."""
@@ -58,7 +58,8 @@ class Retention(Protocol):
     def required(self, length: int, block_tokens: int) -> Spans:
         """Blocks that must be present to resume a sequence at ``length``.
 
-        Of these, the ones below a shorter length are required at the shorter length too.
+        Unless ``exact``, the ones of these below a shorter length are required at the shorter length too. If
+        ``exact``, the one block whose end is the position of the snapshot.
         """
 
     def droppable(self, length: int, rollback: int, block_tokens: int) -> Spans:
@@ -123,6 +124,29 @@ class Window:
         sink_end = ceil_div(self.sinks, block_tokens)
         end = min(begin, ceil_div(length, block_tokens))
         return ((sink_end, end),) if sink_end < end else ()
+
+
+@attrs.frozen
+class State:
+    """One page per sequence that every step overwrites: recurrent state, convolution tails.
+
+    Resuming at a length needs a copy of the page that was made when exactly so many tokens were computed. The copy
+    made at the end of a block is filed under that block.
+    """
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def live(self, length: int, block_tokens: int) -> Spans:
+        return ()
+
+    def required(self, length: int, block_tokens: int) -> Spans:
+        end = ceil_div(length, block_tokens)
+        return ((end - 1, end),) if length else ()
+
+    def droppable(self, length: int, rollback: int, block_tokens: int) -> Spans:
+        return ()
 
 
 @attrs.frozen

@@ -33,12 +33,14 @@ class ManagerStats:
     """Totals since the manager was made. Work of refused or cancelled steps is not in them.
 
     requests: sequences whose first step completed. prompt_tokens: their prompts; ``reused_tokens`` of them came from
-    the cache. computed_tokens: rows written by completed steps, rejected drafts not counted. steps: completed ones.
+    the cache. resumed_tokens: what suspended sequences got back. computed_tokens: rows written by completed steps,
+    rejected drafts not counted. steps: completed ones.
     """
 
     requests: int
     prompt_tokens: int
     reused_tokens: int
+    resumed_tokens: int
     computed_tokens: int
     steps: int
     open_sequences: int
@@ -51,16 +53,25 @@ class ManagerStats:
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def group_stats(layout: Layout, ledger: Ledger, evicted: Sequence[int]) -> tuple[GroupStats, ...]:
-    """Pages of every group now; ``evicted``: pages evicted so far, per group."""
+@attrs.frozen
+class Cleared:
+    """What ``clear`` did. freed: pages per group that are free now. held: pages per group that are still held by open
+    sequences; nobody else finds them, and they become free when those end."""
+
+    freed: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Sequence[int]) -> tuple[GroupStats, ...]:
+    """Pages of every group now. idle_blocks: of the prefix tree. evicted: pages evicted so far, per group."""
     return tuple(
         GroupStats(
             group.name,
             group.page_bytes,
             layout.page_capacity(group),
             ledger.free_count(group.index),
-            ledger.cached_count(group.index),
-            ledger.held_count[group.index],
+            ledger.cached[group.index] if group.sparse else idle_blocks,
+            ledger.held_count(group.index, idle_blocks),
             ledger.held_peak[group.index],
             evicted[group.index],
         )

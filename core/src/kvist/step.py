@@ -15,6 +15,9 @@ IntArray = npt.NDArray[np.int32]
 
 #: "No page here" in every table.
 NO_PAGE = -1
+#: :attr:`Step.drafts` of a step without any.
+NO_DRAFTS: IntArray = np.empty(0, np.int32)
+NO_DRAFTS.flags.writeable = False
 
 
 def present(pages: IntArray) -> IntArray:
@@ -36,7 +39,16 @@ class Step:
     decode_rows: how many leading rows have one query token.
     tables: per group int32 ``[slot, block ordinal]`` -> page id, :data:`NO_PAGE` where nothing is kept. Read-only.
         What a step may read of them does not change until the step is completed; beyond that they are undefined.
-    copies: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy before anything is written.
+        An exact group has the state's page in column 0. A row with drafts reads its state there and writes the state
+        after its ``j``-th query token (from 1) to the page in column ``j``; any other row overwrites column 0.
+    copies: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy before anything is written. All
+        sources are read before any destination is written.
+    fresh: per group int32 ``[n]``, pages to fill with zeros before anything is written: states that start cold.
+    saves: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy after the step has written:
+        snapshots of states.
+    drafts: int32 ``[rows]``, how many of a row's query tokens are drafts; empty when none is.
+
+    Whoever owns the memory executes steps in the order in which they were committed.
     """
 
     id: int
@@ -46,6 +58,9 @@ class Step:
     decode_rows: int
     tables: tuple[IntArray, ...]
     copies: tuple[IntArray, ...]
+    fresh: tuple[IntArray, ...] = ()
+    saves: tuple[IntArray, ...] = ()
+    drafts: IntArray = NO_DRAFTS
 
     @property
     def row_count(self) -> int:

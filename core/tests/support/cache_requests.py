@@ -6,7 +6,7 @@ import numpy as np
 from cache_values import make_layout, make_spec
 
 from kvist.manager import PagedCacheManager, Run
-from kvist.publish import RestorePolicy
+from kvist.restore import RestorePolicy
 from kvist.spec import History, Retention, Scope
 
 P = 4

@@ -56,24 +56,58 @@ class Values:
             pages[self.manager.free_pages(group)] = JUNK
             pages[0] = JUNK
 
-    def run(self, step: Step, sequences: list, tokens: dict) -> None:
-        """Execute a step: ``tokens[id(sequence)]`` are all its tokens, the new ones included."""
+    def run(self, step: Step, sequences: list, tokens: dict, accepted: list[int] | None = None) -> None:
+        """Execute a step: ``tokens[id(sequence)]`` are all its tokens, the new ones included.
+
+        accepted: query tokens of each row that will stay; what the others write is junk.
+        """
+        # What is free may still be the source of a copy, until something is written to it.
+        self._copy(step.copies)
         self.poison()
-        for group, copies in enumerate(step.copies):
-            for source, destination in copies:
-                self.pages[group][destination] = self.pages[group][source]
-        block = self.layout.block_tokens
+        for group, pages in enumerate(step.fresh):
+            self.pages[group][pages] = 0
         for row, sequence in enumerate(sequences):
             end, count = int(step.lengths[row]), int(step.query_lengths[row])
+            kept = count if accepted is None else accepted[row]
             truth = fold(tokens[id(sequence)][:end], sequence.scope)
+            written = truth.copy()
+            written[end - count + kept :] = JUNK - 1
             for group in self.layout.groups:
                 table = step.tables[group.index][step.slots[row]]
-                for position in range(end - count, end):
-                    page = table[position // block]
-                    assert page > 0, f"{group.name}: no page to write position {position}"
-                    self.pages[group.index][page, position % block] = truth[position]
-                for position in range(end - count, end):
-                    self._read(group, table, position, truth)
+                if group.exact:
+                    start = end - count
+                    before = int(truth[start - 1]) if start else 0
+                    self._advance(
+                        group, table, start, before, written[start:], int(step.drafts[row]) if len(step.drafts) else 0
+                    )
+                else:
+                    self._write(group, table, end - count, written)
+                    for position in range(end - count, end - count + kept):
+                        self._read(group, table, position, truth)
+        self._copy(step.saves)
+
+    def _copy(self, copies) -> None:
+        for group, pairs in enumerate(copies):
+            if len(pairs):
+                assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
+                self.pages[group][pairs[:, 1]] = self.pages[group][pairs[:, 0]]
+
+    def _write(self, group, table, start: int, values: np.ndarray) -> None:
+        positions = np.arange(start, len(values))
+        pages = table[positions // self.layout.block_tokens]
+        assert (pages > 0).all(), f"{group.name}: no page to write positions {start}.."
+        self.pages[group.index][pages, positions % self.layout.block_tokens] = values[start:]
+
+    def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
+        """A state is the fold over all tokens so far, and nothing before the first one."""
+        states = self.pages[group.index]
+        assert table[0] > 0, f"{group.name}: no page for the state"
+        assert states[table[0], 0] == before, f"{group.name}: the state before position {start} is wrong"
+        if drafts:
+            assert (table[: len(values) + 1] > 0).all(), f"{group.name}: no page for the state after a draft"
+            states[table[1 : len(values) + 1], 0] = values
+        else:
+            states[table[0], 0] = values[-1]
 
     def _read(self, group, table, query: int, truth: np.ndarray) -> None:
         block = self.layout.block_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.publish import RestorePolicy
+from kvist.restore import RestorePolicy
 from kvist_transformers import Request
 from kvist_transformers.families import FAMILIES
 

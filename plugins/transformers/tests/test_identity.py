@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.layout import Layout
-from kvist.publish import RestorePolicy
+from kvist.restore import RestorePolicy
 from kvist_transformers import Request, decoder_spec
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]

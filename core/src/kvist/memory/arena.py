@@ -25,6 +25,8 @@ class Arena:
         self._free = [np.empty(0, np.int32) for _ in layout.groups]
         #: Free pages per group, slabs that no group owns not counted.
         self.free_count = [0] * len(layout.groups)
+        #: Pages per group in the slabs it owns, free or taken.
+        self.owned_count = [0] * len(layout.groups)
         # A stack, top at the end: slabs are handed out from the low end. Slab 0 holds every group's page 0, the
         # reserved one, and is never handed out.
         self._free_slabs = np.arange(layout.slab_count - 1, 0, -1, dtype=np.int32)
@@ -115,13 +117,16 @@ class Arena:
                 faults.append(f"{name}: a reserved page is free")
             if not (self._slab_owner[pages // self.pages_per_slab[group]] == group).all():
                 faults.append(f"{name}: a free page lies in another group's slab")
+            owned = int(np.count_nonzero(self._slab_owner == group)) * self.pages_per_slab[group]
+            if owned != self.owned_count[group]:
+                faults.append(f"{name}: owns {owned} pages, the count says {self.owned_count[group]}")
         if (self._slab_owner[self._free_slabs] != -1).any():
             faults.append("a free slab has an owner")
         return faults
 
-    def owned_page_count(self, group: int) -> int:
-        """Pages in the slabs the group owns, free or taken."""
-        return int(np.count_nonzero(self._slab_owner == group)) * self.pages_per_slab[group]
+    def taken_count(self, group: int) -> int:
+        """Pages that are not free."""
+        return self.owned_count[group] - self.free_count[group]
 
     def _slab_pages(self, group: int, slabs: IntArray) -> IntArray:
         """Page ids of ``slabs``, in their order."""
@@ -135,6 +140,7 @@ class Arena:
         keep = len(self._free_slabs) - count
         slabs, self._free_slabs = self._free_slabs[keep:], self._free_slabs[:keep]
         self._slab_owner[slabs] = group
+        self.owned_count[group] += count * self.pages_per_slab[group]
         # Descending, so that ids come out ascending.
         self.give(group, self._slab_pages(group, np.sort(slabs))[::-1])
 
@@ -166,6 +172,7 @@ class Arena:
             self._free[group][: len(keep)] = keep
             self.free_count[group] = len(keep)
             self._slab_owner[slabs] = -1
+            self.owned_count[group] -= len(slabs) * self.pages_per_slab[group]
             self._free_slabs = np.concatenate([self._free_slabs, slabs])
             count -= len(slabs)
             if not count:

@@ -9,7 +9,7 @@ import torch
 
 from kvist.errors import SpecError
 from kvist.layout import Layout
-from kvist.step import Step
+from kvist.step import IntArray, Step
 
 
 class DeviceMemory:
@@ -27,13 +27,20 @@ class DeviceMemory:
         else:
             self.bytes = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=self.device)
 
-    def view(self, layer_id: int, stream_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(
+        self,
+        layer_id: int,
+        stream_name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        domain: str | None = None,
+    ) -> torch.Tensor:
         """A stream as ``[page id, *shape]`` of ``dtype``, sharing memory with the arena.
 
         ``shape`` is the arrangement of one page's part; it must not need more bytes than the page layout gave it.
         Raises SpecError for an unknown stream or a shape that does not fit.
         """
-        group, part = self.layout.part(layer_id, stream_name)
+        group, part = self.layout.part(layer_id, stream_name, domain)
         strides = [1]
         for size in reversed(shape[1:]):
             strides.insert(0, strides[0] * size)
@@ -56,13 +63,25 @@ class DeviceMemory:
         return self.bytes.view(-1, page_bytes)
 
     def apply(self, step: Step) -> None:
-        """Run the step's page copies. Call once per committed step, before the backend's ``begin``."""
-        for group_index, copies in enumerate(step.copies):
-            if len(copies):
+        """Do what the step needs before anything is written: its page copies, and zeros in fresh states. Call once per
+        committed step, before the backend's ``begin``."""
+        self._copy(step.copies)
+        for group_index, fresh in enumerate(step.fresh):
+            if len(fresh):
+                self.pages(group_index)[torch.tensor(fresh, dtype=torch.int64, device=self.device)] = 0
+
+    def save(self, step: Step) -> None:
+        """Make the snapshots that the step promises. Call once, after every layer has run; a step without states has
+        none, and the call does nothing."""
+        self._copy(step.saves)
+
+    def _copy(self, copies: tuple[IntArray, ...]) -> None:
+        for group_index, pairs in enumerate(copies):
+            if len(pairs):
                 pages = self.pages(group_index)
                 # A copy of the array: torch warns about sharing memory that is read-only.
-                pairs = torch.tensor(copies, dtype=torch.int64, device=self.device)
-                pages[pairs[:, 1]] = pages[pairs[:, 0]]
+                ids = torch.tensor(pairs, dtype=torch.int64, device=self.device)
+                pages[ids[:, 1]] = pages[ids[:, 0]]
 
 
 def _host_bytes(count: int) -> torch.Tensor:

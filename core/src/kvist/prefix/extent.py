@@ -30,13 +30,14 @@ class Extent:
         "alive",
         "block_tokens",
         "children",
+        "holds",
         "key",
         "last_used",
         "length",
         "order",
         "parent",
+        "stale",
         "start",
-        "version",
     )
 
     def __init__(self, block_tokens: int, parent: Extent | None, start: int, run: IntArray, pages: IntArray) -> None:
@@ -55,8 +56,11 @@ class Extent:
         self.key = order_key(run[:block_tokens])
         self.last_used = 0
         self.alive = True
-        #: Grows whenever tokens are removed, so that a remembered position can be checked in O(1).
-        self.version = 0
+        #: Holders, and children that are held: an extent is *idle* when there are none. Who holds an extent holds all
+        #: of it, and everything above it.
+        self.holds = 0
+        #: Nobody may find it any more; it goes when nobody holds it.
+        self.stale = False
 
     @property
     def end(self) -> int:
@@ -114,7 +118,6 @@ class Extent:
             excess -= len(piece)
         if 2 * block_count < self._pages.shape[1]:
             self._pages = self._pages[:, :block_count].copy()
-        self.version += 1
         return removed
 
     def split(self, block_count: int) -> Extent:
@@ -124,6 +127,8 @@ class Extent:
         cut = block_count * self.block_tokens
         upper = Extent(self.block_tokens, self.parent, self.start, tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
+        upper.holds = 1 if self.holds else 0
+        upper.stale = self.stale
         self.parent.children[upper.key] = upper
         self._pieces = [_kept(tokens[cut:])]
         self._pages = self._pages[:, block_count:blocks].copy()

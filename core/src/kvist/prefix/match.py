@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from kvist.layout import Layout
+from kvist.layout import Group, Layout
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
-from kvist.spec import Retention, Scope, Spans
+from kvist.spec import Scope, Spans
 from kvist.step import NO_PAGE, IntArray
 
 
@@ -18,60 +18,81 @@ from kvist.step import NO_PAGE, IntArray
 class Match:
     """What a prompt can reuse.
 
-    length: tokens, the deepest restore point of all groups below the prompt's length.
+    length: tokens, the deepest restore point of all groups within the limit.
     pages: int32 ``[groups, blocks]`` of the first ``ceil(length / block_tokens)`` blocks, NO_PAGE where absent.
     path: extents holding the matched tokens, root side first, with the tokens matched in each.
+    known: leading tokens of the prompt that the index knows, reusable or not.
+    limited_by: the group that has no restore point between ``length`` and what the others could reuse; ``None`` when
+        ``length`` is all that is known, or as much as the limit and the reuse unit leave of it.
     """
 
     length: int
     pages: IntArray
     path: list[tuple[Extent, int]]
+    known: int
+    limited_by: Group | None
 
 
 def find(
     tree: PrefixTree,
     layout: Layout,
-    dropping: Sequence[int],
+    sparse: Sequence[Group],
     scope: Scope,
     tokens: IntArray,
+    limit: int,
     *,
+    backoff: int = 0,
     whole_blocks: bool = False,
 ) -> Match:
-    """Longest usable prefix of ``tokens``, at most ``len(tokens) - 1``: one token must remain to be computed.
+    """Longest usable prefix of ``tokens``, at most ``limit``.
 
-    dropping: groups whose published runs may have gaps; the others can resume wherever the tokens are known.
+    sparse: groups whose published runs may have gaps; the others can resume wherever the tokens are known.
+    backoff: tokens to leave out at the end of what is known, before any group chooses its restore point.
     whole_blocks: end at a block boundary.
 
-    Relies on what a longer length requires, among the blocks below a shorter one, being required at the shorter one
-    too. Changes nothing.
+    Changes nothing.
     """
     block = layout.block_tokens
     path = tree.walk(scope, tokens)
-    group_count = len(layout.groups)
     if not path:
-        return Match(0, np.empty((group_count, 0), np.int32), path)
-    known = path[-1][0].start + path[-1][1]
-    length = min(known, len(tokens) - 1)
+        return Match(0, np.empty((len(layout.groups), 0), np.int32), path, 0, None)
+    last, matched = path[-1]
+    known = last.start + matched
     unit = block if whole_blocks else layout.reuse_unit
+    length = max(0, min(known, limit) - backoff)
     length -= length % unit
     pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
     # one is whole, so pieces always meet at block boundaries.
     pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    # A snapshot filed under an open block was made at the block's last token, whichever that is.
+    open_end = known if last.is_open and matched == last.length else 0
+    limited_by = None
     settled = False
     while not settled and length:
         settled = True
-        for group in dropping:
-            fitting = _resumable(layout.groups[group].retention, pages[group], length, block)
+        for group in sparse:
+            if group.exact:
+                fitting = _last_snapshot(pages[group.index], length, block, open_end)
+            else:
+                fitting = _resumable(group, pages[group.index], length, block)
             if fitting < length:
-                length, settled = fitting, False
-    return Match(length, pages[:, : -(-length // block)], path)
+                length, settled, limited_by = fitting - fitting % unit, False, group
+    return Match(length, pages[:, : -(-length // block)], path, known, limited_by)
 
 
-def _resumable(retention: Retention, pages: IntArray, length: int, block: int) -> int:
+def _last_snapshot(pages: IntArray, length: int, block: int, open_end: int) -> int:
+    """The largest position up to ``length`` at whose exact length a snapshot was made."""
+    if open_end and open_end <= length and pages[(open_end - 1) // block] != NO_PAGE:
+        return open_end
+    there = np.flatnonzero(pages[: length // block] != NO_PAGE)
+    return (int(there[-1]) + 1) * block if len(there) else 0
+
+
+def _resumable(group: Group, pages: IntArray, length: int, block: int) -> int:
     """The largest length up to ``length`` whose required blocks are all present in ``pages``."""
     while length:
-        gap = _last_gap(pages, retention.required(length, block))
+        gap = _last_gap(pages, group.retention.required(length, block))
         if gap is None:
             return length
         # Whatever is longer than this requires a block of the gap too.

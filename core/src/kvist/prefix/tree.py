@@ -1,4 +1,4 @@
-"""The tree of extents: finding, inserting and removing token runs. Knows page ids, but not who holds them."""
+"""The tree of extents: finding, inserting, holding and removing token runs."""
 
 from __future__ import annotations
 
@@ -14,43 +14,20 @@ from kvist.step import IntArray
 
 
 @attrs.define(eq=False)
-class Cursor:
-    """A remembered position: the first ``length`` tokens (whole blocks) of some sequence end in or with ``extent``.
-
-    Valid while the extent lives and its version is unchanged, because then those tokens are still there.
-    """
-
-    extent: Extent
-    version: int
-    length: int
-
-    @classmethod
-    def at(cls, extent: Extent, length: int) -> Cursor | None:
-        """The position ``length`` on the path to ``extent``, or None at a root: a walk from there sees every child."""
-        while extent.parent is not None and extent.start >= length:
-            extent = extent.parent
-        return None if extent.parent is None else cls(extent, extent.version, length)
-
-    @property
-    def valid(self) -> bool:
-        extent = self.extent
-        return extent.alive and extent.version == self.version and extent.start < self.length <= extent.end
-
-
-@attrs.define(eq=False)
 class Inserted:
     """What :meth:`PrefixTree.insert` did.
 
-    tip: the deepest extent that holds tokens of the sequence.
-    replaced: pages ``[groups, 1]`` that were the open tail block of an extent and are not in the tree any more.
-    covered_blocks: leading blocks that were known before; their pages may differ from the ones offered.
-    added: block ordinals ``[begin, end)`` that are new in the tree, with the pages offered.
+    tip: the deepest extent that holds whole blocks of the run, or its open tail block if that was added. It ends where
+        what the tree has of the run ends. ``None`` when there is nothing of it.
+    covered: leading whole blocks that were known before; their pages may differ from the ones offered.
+    added: blocks after those that are new in the tree, with the pages offered.
+    replaced: pages ``[groups, 1]`` of an open block that the first added block continues; not in the tree any more.
     """
 
-    tip: Extent
+    tip: Extent | None
+    covered: int
+    added: int
     replaced: IntArray | None
-    covered_blocks: int
-    added: tuple[int, int]
 
 
 class _Root(Extent):
@@ -63,8 +40,9 @@ class _Root(Extent):
 class PrefixTree:
     """Extents of one cache, one root per scope. Exact token comparison, no hashing.
 
-    A path from a root spells token runs; an extent's block belongs to every longer path through it. Mutating calls
-    say so; the caller keeps the ledger in step with the pages they report.
+    A path from a root spells token runs; an extent's block belongs to every longer path through it. Pages of dense
+    groups in an extent belong to the tree, and a hold on the extent keeps them; the ledger keeps pages of sparse
+    groups. Mutating calls say so; the caller passes on the pages they report.
     """
 
     def __init__(self, block_tokens: int, group_count: int) -> None:
@@ -72,43 +50,28 @@ class PrefixTree:
         self.group_count = group_count
         self.roots: dict[Scope, _Root] = {}
         self.extent_count = 0
+        #: Blocks in idle extents: what eviction can free of every dense group.
+        self.idle_blocks = 0
         self._clock = 0
         self._push_count = 0
-        #: Leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
+        #: Idle leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
 
-    def walk(self, scope: Scope, run: IntArray, start: Cursor | None = None) -> list[tuple[Extent, int]]:
+    def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
         """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
 
-        run: tokens from position 0 on, or with a valid ``start`` from there on; only extents from its own on are then
-        listed. Changes nothing.
+        run: tokens from position 0 on, or with ``tip`` from its end on; only extents below it are then listed.
+        The last extent may share only the first tokens of its first block. Changes nothing.
         """
         block = self.block_tokens
         path: list[tuple[Extent, int]] = []
-        node: Extent
-        if start is not None:
-            node, matched = start.extent, start.length - start.extent.start
-        else:
-            root = self.roots.get(scope)
-            if root is None:
-                return path
-            node, matched = root, 0
+        node = tip if tip is not None else self.roots.get(scope)
+        if node is None:
+            return path
         position, total = 0, len(run)
-        while True:
-            count = min(node.length - matched, total - position)
-            if count:
-                differs = node.tokens[matched : matched + count] != run[position : position + count]
-                same = int(differs.argmax())
-                if not differs[same]:
-                    same = count
-                matched += same
-                position += same
-            if node.parent is not None:
-                path.append((node, matched))
-            if matched < node.length or not node.children or position == total:
-                return path
+        while node.children and position < total:
             key = order_key(run[position : position + block])
             child = node.children.get(key)
             if child is None:
@@ -116,92 +79,142 @@ class PrefixTree:
                 if closest is not None:
                     path.append(closest)
                 return path
-            node, matched = child, 0
+            node = child
+            count = min(node.length, total - position)
+            differs = node.tokens[:count] != run[position : position + count]
+            same = int(differs.argmax())
+            if not differs[same]:
+                same = count
+            position += same
+            path.append((node, same))
+            if same < node.length:
+                return path
+        return path
 
     def split_at(self, extent: Extent, block_count: int) -> Extent:
-        """Make ``block_count`` blocks of ``extent`` an extent of their own and return it. Mutates the tree."""
+        """Make the first ``block_count`` blocks of ``extent`` an extent of their own and return it. Mutates."""
         if block_count >= extent.block_count:
             return extent
         self.extent_count += 1
         return extent.split(block_count)
 
-    def insert(self, scope: Scope, run: IntArray, pages: IntArray, start: Cursor | None = None) -> Inserted:
+    def insert(self, scope: Scope, run: IntArray, pages: IntArray, tip: Extent | None = None) -> Inserted:
         """Add a run of tokens with their pages; known blocks keep their own pages. Mutates.
 
-        run: tokens from position 0 on, or with a valid ``start`` from there on; may be kept and must never change.
-        pages: int32 ``[groups, blocks]`` of the run.
+        run: tokens from position 0 on, or with ``tip``, which the caller holds, from its end on; may be kept and must
+            never change.
+        pages: int32 ``[groups, blocks]`` of the run; copied.
 
-        An open last block that is already covered by a longer or equal run is left out; one that a known open block
+        An open last block that is already covered by a longer or equal run is left out; one that an idle open block
         is a prefix of replaces that block.
         """
         block = self.block_tokens
-        offset = start.length if start is not None else 0
-        path = self.walk(scope, run, start)
-        node: Extent = path[-1][0] if path else self._root(scope)
-        known = node.start + path[-1][1] if path else 0
-        first = known // block
-        if known == offset + len(run):
-            return Inserted(node, None, first, (first, first))
-        run, pages = run[first * block - offset :], pages[:, first - offset // block :]
-        replaced = None
-        if node.parent is not None and known < node.end:
-            node = self._parent_for_branch(node, first * block)
-        elif known % block:
-            # The known tail is an open block and a prefix of ours: ours takes its place.
-            replaced = node.cut(node.length // block)
-            node.append(run, pages)
-            if node.length == len(run):
-                # It had nothing but the open block.
-                assert node.parent is not None
-                node.parent.replace_child(node, order_key(run[:block]))
-            return Inserted(node, replaced, first, (first, first + pages.shape[1]))
-        if node.parent is not None and not node.children:
+        path = self.walk(scope, run, tip) if tip is None or tip.children else None
+        if path:
+            last, matched = path[-1]
+            known = matched + sum(extent.length for extent, _ in path[:-1])
+            covered = known // block
+            whole = matched // block
+            node = last
+            if matched == last.length and matched % block and known < len(run) and not last.holds:
+                # The known tail is an open block and a prefix of ours: ours takes its place.
+                run, pages = run[covered * block :], pages[:, covered:]
+                replaced = last.cut(whole)
+                last.append(run, pages)
+                self.idle_blocks += pages.shape[1] - 1
+                if not whole:
+                    assert last.parent is not None
+                    last.parent.replace_child(last, order_key(run[:block]))
+                return Inserted(last, covered, pages.shape[1], replaced)
+            if matched < last.length or matched % block:
+                if known == len(run) and matched % block:
+                    # The block that covers our open one counts as used, what is behind it does not.
+                    last = self.split_at(last, whole + 1)
+                    self._clock += 1
+                    last.last_used = self._clock
+                if whole:
+                    node = self.split_at(last, whole)
+                else:
+                    assert last.parent is not None
+                    node = last.parent
+            if known == len(run):
+                return Inserted(None if node.parent is None else node, covered, 0, None)
+            run, pages = run[covered * block :], pages[:, covered:]
+        else:
+            covered = 0
+            node = tip if tip is not None else self._root(scope)
+        holds = node.holds
+        if node.parent is not None and not node.children and (not holds or (holds == 1 and node is tip)):
             node.append(run, pages)
         else:
-            child = Extent(block, node, first * block, run, pages)
+            child = Extent(block, node, node.start + node.length, run, pages)
             child.last_used = self._clock
+            child.stale = node.stale
             node.add_child(child)
             self.extent_count += 1
-            node = child
-        return Inserted(node, replaced, first, (first, first + pages.shape[1]))
+            node, holds = child, 0
+        if not holds:
+            self.idle_blocks += pages.shape[1]
+        return Inserted(node, covered, pages.shape[1], None)
 
-    def touch(self, extent: Extent, length: int) -> None:
-        """Mark the first ``length`` tokens of the path to ``extent`` as just used. Splits an extent in which they end,
-        so that what is behind them keeps its age. Mutates."""
+    def hold(self, extent: Extent) -> None:
+        """Keep ``extent``, all of it, and everything above it. Mutates."""
+        node = extent
+        node.holds += 1
+        while node.holds == 1:
+            parent = node.parent
+            if parent is None:
+                return
+            self.idle_blocks -= node.block_count
+            node = parent
+            node.holds += 1
+
+    def release(self, extent: Extent, *, used: bool = True) -> list[IntArray]:
+        """Give a hold up. What nobody holds any more counts as just used, if it was ``used``. Returns pages
+        ``[groups, n]`` of stale extents, which are not in the tree any more. Mutates."""
+        removed: list[IntArray] = []
         self._clock += 1
-        if not extent.alive:
-            extent = _alive(extent)
-        while extent.start >= length and extent.parent is not None:
-            extent = extent.parent
-        if extent.parent is not None and extent.end > length:
-            extent = self.split_at(extent, -(-length // self.block_tokens) - extent.start // self.block_tokens)
-        node: Extent | None = extent
-        while node is not None:
-            node.last_used = self._clock
+        tick = self._clock if used else extent.last_used
+        node = extent
+        node.holds -= 1
+        while node.parent is not None:
+            # A parent was used whenever a child was, also if the child's release stopped at another hold.
+            if node.last_used < tick:
+                node.last_used = tick
+            else:
+                tick = node.last_used
+            if node.holds:
+                break
+            self.idle_blocks += node.block_count
+            if not node.children:
+                if node.stale:
+                    removed.append(self.truncate(node, 0))
+                else:
+                    self.offer(node)
             node = node.parent
+            node.holds -= 1
+        return removed
 
     def offer(self, extent: Extent) -> None:
-        """Let ``extent``, or what is left of the path to it, be found by :meth:`leaves` if it is a leaf. Call when a
-        lease on one of its pages, or on a page of the path to it, is released."""
-        if not extent.alive:
-            extent = _alive(extent)
-        if extent.alive and not extent.children and extent.parent is not None:
+        """Let an idle extent be found by :meth:`leaves` if it is a leaf."""
+        if not extent.children and extent.parent is not None:
             self._push_count += 1
             heapq.heappush(self.candidates, (extent.last_used, self._push_count, extent))
             if len(self.candidates) > 4 * self.extent_count + 1024:
                 self._compact_heap()
 
     def leaves(self) -> Iterator[Extent]:
-        """Leaves from the least recently used on, each once. Those taken are not candidates any more until they are
-        offered again, except that ``set_aside`` ones come back by themselves the next time."""
+        """Idle leaves, least recently used first, each once. Takes them out of the candidates: what remains a leaf
+        must be offered again. Leaves set aside for a plan that was not committed are offered first."""
         for extent in self.set_aside:
-            self.offer(extent)
+            if extent.alive and not extent.holds:
+                self.offer(extent)
         self.set_aside = []
         heap = self.candidates
         seen: set[int] = set()
         while heap:
             tick, number, extent = heapq.heappop(heap)
-            if not extent.alive or extent.children or id(extent) in seen:
+            if not extent.alive or extent.holds or extent.children or id(extent) in seen:
                 continue
             if extent.last_used != tick:
                 heapq.heappush(heap, (extent.last_used, number, extent))
@@ -210,11 +223,12 @@ class PrefixTree:
             yield extent
 
     def truncate(self, extent: Extent, block_count: int) -> IntArray:
-        """Keep the first ``block_count`` blocks of a leaf; with 0 the extent is removed, and its parent may become a
-        leaf. Returns the pages ``[groups, n]`` that left the tree. Mutates."""
-        assert not extent.children
+        """Keep the first ``block_count`` blocks of an idle leaf; with 0 the extent is removed, and its parent may
+        become a leaf. Returns the pages ``[groups, n]`` that left the tree. Mutates."""
+        assert not extent.children and not extent.holds
         parent = extent.parent
         assert parent is not None
+        self.idle_blocks -= extent.block_count - block_count
         if block_count:
             removed = extent.cut(block_count)
             self.offer(extent)
@@ -222,17 +236,36 @@ class PrefixTree:
         parent.remove_child(extent.key)
         extent.alive = False
         self.extent_count -= 1
-        if not parent.children:
+        if not parent.children and not parent.holds:
             if parent.parent is None:
                 assert isinstance(parent, _Root)
-                del self.roots[parent.scope]
+                if not parent.stale:
+                    del self.roots[parent.scope]
                 parent.alive = False
-            else:
+            elif not parent.stale:
                 self.offer(parent)
         return extent.pages
 
+    def forget(self) -> tuple[list[IntArray], list[Extent]]:
+        """Remove everything idle and make the rest stale: nobody finds it any more. Returns the pages ``[groups, n]``
+        that left the tree, and the extents that are held. Mutates."""
+        removed, kept = [], []
+        for root in self.roots.values():
+            root.stale = True
+            # Parents before children, without recursion: depth grows with the turns.
+            order = list(root.children.values())
+            for extent in order:
+                extent.stale = True
+                order.extend(extent.children.values())
+            removed += [self.truncate(extent, 0) for extent in reversed(order) if not extent.holds]
+            kept += [extent for extent in order if extent.holds]
+        self.roots.clear()
+        self.candidates.clear()
+        self.set_aside.clear()
+        return removed, kept
+
     def extents(self) -> Iterator[Extent]:
-        """Every extent, in no particular order. No recursion: depth grows with the number of turns."""
+        """Every extent that can be found, in no particular order. No recursion: depth grows with the turns."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             extent = stack.pop()
@@ -247,21 +280,7 @@ class PrefixTree:
             root.scope = scope
         return root
 
-    def _parent_for_branch(self, node: Extent, position: int) -> Extent:
-        """The extent that ends at ``position`` (a block boundary at or inside ``node``), split off if need be."""
-        if position > node.start:
-            return self.split_at(node, (position - node.start) // self.block_tokens)
-        assert node.parent is not None
-        return node.parent
-
     def _compact_heap(self) -> None:
         latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
-        self.candidates = [entry for entry in latest.values() if entry[2].alive and not entry[2].children]
+        self.candidates = [e for e in latest.values() if e[2].alive and not e[2].children and not e[2].holds]
         heapq.heapify(self.candidates)
-
-
-def _alive(extent: Extent) -> Extent:
-    """``extent``, or the nearest extent above it that is still in the tree."""
-    while not extent.alive and extent.parent is not None:
-        extent = extent.parent
-    return extent

@@ -13,7 +13,7 @@ from kvist.errors import CapacityError, KvistError, RequestError, SpecError, Sta
 from kvist.layout import Layout
 from kvist.manager import Plan, Run
 from kvist.memory.device import DeviceMemory
-from kvist.publish import RestorePolicy
+from kvist.restore import RestorePolicy
 from kvist.registry import Registry, default_registry
 from kvist.step import Step
 from kvist_transformers.adapter import model_fingerprint
