@@ -96,7 +96,7 @@ class DecodeBatch:
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence; the rows after it move up. Steps in flight still advance it."""
-        if sequence.batch is not self or sequence not in self._wheel[self._spoke(sequence)]:
+        if sequence.batch is not self or sequence.has_left:
             raise StateError("leave() of a sequence that is not in this batch")
         self._wheel[self._spoke(sequence)].remove(sequence)
         row = self.sequences.index(sequence)

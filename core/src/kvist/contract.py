@@ -75,8 +75,8 @@ class CacheManager(Protocol):
         Idempotent. Raises StateError if it is closed, in a batch or in a step."""
 
     def resume(self, sequence: Sequence) -> int:
-        """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than before;
-        the known ones after them have to be computed again. Raises StateError as ``suspend`` does."""
+        """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than
+        before; the known ones after them have to be computed again. Raises StateError as ``suspend`` does."""
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         """Forget the tokens from position ``length`` on. Returns the computed tokens: ``length``, or fewer where some

@@ -135,8 +135,9 @@ class PagedCacheManager:
         if not blocks:
             return Plan(decode, ordered, due, 0, self._nothing_needed, (), NOTHING, (), self._epoch, self._commit)
         needed = [blocks] * len(self._group_range)
-        eviction, shortages = NOTHING, ()
-        if min(self._ledger.arena.free_count) < blocks:
+        eviction: Eviction = NOTHING
+        shortages: tuple[Shortage, ...] = ()
+        if not self._ledger.arena.has(needed):
             eviction, shortages = self._make_room(needed)
         return Plan(decode, ordered, due, blocks, needed, (), eviction, shortages, self._epoch, self._commit)
 
@@ -354,9 +355,16 @@ class PagedCacheManager:
         states = sum(self._states.missing(run) for run in runs)
         rows = decode.at_boundary(decode.started + 1) if decode is not None else ()
         snapshots = self._states.due(runs, rows)
+        eviction: Eviction = NOTHING
+        shortages: tuple[Shortage, ...] = ()
         for kept in (snapshots, []):
             count = states + len(kept)
+            if not blocks and not count:
+                needed = self._nothing_needed
+                break
             needed = [count if group.exact else blocks for group in self.layout.groups]
+            if self._ledger.arena.has(needed):
+                break
             eviction, shortages = self._make_room(needed)
             if not shortages:
                 break
@@ -425,7 +433,6 @@ class PagedCacheManager:
                 row = table[low:high]
                 pages = row[row != NO_PAGE]
                 if len(pages):
-                    self._ledger.note_peaks(self._tree.idle_blocks)
                     self._ledger.release(group.index, pages)
                     row[:] = NO_PAGE
 

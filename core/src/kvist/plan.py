@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvist.step import Step
 
 
-@attrs.frozen(eq=False)
+# No slots: a frozen class with slots costs twice as much to make.
+@attrs.frozen(eq=False, slots=False)
 class Run:
     """Compute ``new_tokens`` more tokens of ``sequence`` and reserve room for ``drafts`` speculated ones after them."""
 

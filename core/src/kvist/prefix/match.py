@@ -14,7 +14,7 @@ from kvist.spec import Scope, Spans
 from kvist.step import NO_PAGE, IntArray
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Match:
     """What a prompt can reuse.
 
