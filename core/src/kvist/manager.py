@@ -96,7 +96,7 @@ class PagedCacheManager:
             sequence.reused, sequence.matched, sequence.limited_by = match.length, match.known, match.limited_by
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
-                sequence.chunk_ends = points
+                sequence.chunk_ends = points if self._has_states else ()
                 # Resuming at the end takes the next turn, resuming before it takes the same prompt once more.
                 sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
         else:

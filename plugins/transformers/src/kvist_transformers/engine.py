@@ -194,6 +194,7 @@ class Engine:
                     self.memory.apply(step)
                     self.backend.begin(step)
                     logits = self.adapter.forward(token_ids, positions, logit_rows)
+                    self.memory.save(step)
             except BaseException:
                 self.manager.cancel(step)
                 raise
