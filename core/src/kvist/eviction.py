@@ -14,7 +14,6 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.step import NO_PAGE, IntArray, present
 
-
 #: A leaf extent, and how many of its first blocks it keeps; 0 removes it.
 Victim = tuple[Extent, int]
 
