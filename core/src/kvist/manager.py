@@ -59,7 +59,9 @@ class PagedCacheManager:
         self._claims = Claims(layout, self._tree, self._ledger, self._tables)
         self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
         self._states = States(layout, self._ledger, self._tables, policy)
-        self._has_states = bool(self._states.groups)
+        self._has_states = layout.has_states
+        #: Does a step overwrite what the one before has left?
+        self._overwrites = layout.has_states or layout.has_rings
         self._owed = Owed(len(layout.groups))
         self._nothing_needed = [0 for _ in layout.groups]
         self._committer = Committer(
@@ -113,7 +115,9 @@ class PagedCacheManager:
         return DecodeBatch(self._block, self.layout.spec.max_tokens, self._changed)
 
     def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
-        ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens) if runs else _NO_RUNS
+        ordered = _NO_RUNS
+        if runs:
+            ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens, self.layout.most_drafts)
         block = self._block
         blocks = 0
         for run in ordered:
@@ -145,7 +149,7 @@ class PagedCacheManager:
         plan = self._flight(step)
         runs, decode = plan.runs, plan.decode
         if runs or accepted is not None:
-            kept = accepted_counts(runs, accepted, exact=self._has_states)
+            kept = accepted_counts(runs, accepted, overwrites=self._overwrites, most_drafts=self.layout.most_drafts)
             if any(run.sequence.flights[0] != step.id for run in runs):
                 raise StateError(f"step {step.id} is not the oldest of its sequences", hint="complete steps in order")
         if decode is not None:
@@ -201,8 +205,8 @@ class PagedCacheManager:
             if pages is not None:
                 self._publisher.drop_snapshot(pages)
         self._owed.again(step)
-        if self._has_states and ran:
-            # Their states may be overwritten in part; rows of other groups are simply written again.
+        if self._overwrites and ran:
+            # Their states and rings may be overwritten in part; other rows are simply written again.
             for sequence in [*rows, *(run.sequence for run in plan.runs)]:
                 if sequence.batch is not None:
                     sequence.batch.leave(sequence)
