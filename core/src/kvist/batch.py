@@ -117,6 +117,11 @@ class DecodeBatch:
         """Rows whose length is a multiple of the block when ``tick`` steps are done: their next token opens a block."""
         return self._wheel[tick % self.block_tokens]
 
+    def rows_of(self, tick: int) -> list[Sequence]:
+        """Who is in the step committed after ``tick`` others, in no particular order: not those that joined since, but
+        those that left since."""
+        return [s for s in (*self.sequences, *self._leaving) if s.joined_tick <= tick < s.left_tick]
+
     def start(self, lengths: IntArray) -> None:
         """For the manager: a step is committed in which every row computes one token more."""
         self.started += 1
