@@ -335,7 +335,7 @@ def test_a_whole_block_is_shared_and_not_copied() -> None:
 
 @pytest.mark.parametrize("gone", ["closed", "evicted", "cleared"])
 def test_the_source_of_a_copy_may_go_once_the_copy_is_ordered(gone: str) -> None:
-    """10: between commit and execution the source is given to somebody else; steps run in order, so the copy is clean."""
+    """10: the source is given to somebody else while the step runs; steps run in order, so the copy is clean."""
     engine = Engine(manager_of(5))
     engine.turn(range(1, 9))
     branch = engine.open(1, 2, 3, 4, 5, 6, 90, 91)

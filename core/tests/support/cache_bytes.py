@@ -6,7 +6,7 @@ from __future__ import annotations
 from zlib import crc32
 
 import numpy as np
-from cache_values import Values, fold
+from cache_values import Values
 
 from kvist.layout import Part
 from kvist.manager import PagedCacheManager
