@@ -70,6 +70,8 @@ class PagedCacheManager:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
+        #: Sequences whose states a cancelled step may have overwritten, and that are in older steps still.
+        self._spoiled: list[Sequence] = []
         #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
         self._epoch = 0
@@ -180,8 +182,7 @@ class PagedCacheManager:
                 self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
                 if self._sparse:
                     self._drop(sequence)
-        if self._closing:
-            self._close_waiting()
+        self._end_waiting()
 
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         plan = self._flight(step)
@@ -192,7 +193,7 @@ class PagedCacheManager:
             raise StateError(f"step {step.id} is not the newest of its sequences", hint="cancel steps in reverse order")
         del self._in_flight[step.id]
         self._epoch += 1
-        rows = list(decode.sequences) if decode is not None else []
+        rows = decode.rows_of(plan.tick) if decode is not None else []
         if decode is not None:
             decode.withdraw()
         for run in plan.runs:
@@ -208,12 +209,12 @@ class PagedCacheManager:
         if self._overwrites and ran:
             # Their states and rings may be overwritten in part; other rows are simply written again.
             for sequence in [*rows, *(run.sequence for run in plan.runs)]:
-                if sequence.batch is not None:
+                if sequence.batch is not None and not sequence.has_left:
                     sequence.batch.leave(sequence)
-                if not sequence.closing:
-                    self._park(sequence)
-        if self._closing:
-            self._close_waiting()
+                # Nothing more can be planned with it.
+                sequence.undecided = True
+                self._spoiled.append(sequence)
+        self._end_waiting()
 
     def close(self, sequence: Sequence) -> None:
         if sequence.closed:
@@ -440,11 +441,22 @@ class PagedCacheManager:
                     self._ledger.release(group.index, pages)
                     row[:] = NO_PAGE
 
-    def _close_waiting(self) -> None:
-        waiting, self._closing = self._closing, []
-        for sequence in waiting:
-            sequence.closing = False
-            self.close(sequence)
+    def _end_waiting(self) -> None:
+        """Park and close what waited for the end of a step."""
+        if self._spoiled:
+            waiting, self._spoiled = self._spoiled, []
+            for sequence in waiting:
+                if sequence.in_flight:
+                    sequence.undecided = True
+                    self._spoiled.append(sequence)
+                elif not sequence.suspended:
+                    sequence.undecided = False
+                    self._park(sequence)
+        if self._closing:
+            waiting, self._closing = self._closing, []
+            for sequence in waiting:
+                sequence.closing = False
+                self.close(sequence)
 
     def _require_own(self, sequence: Sequence, call: str) -> None:
         if self._sequences.get(sequence.slot) is not sequence:
