@@ -23,6 +23,7 @@ ORDER = [
     {"ledger"},
     {"prefix"},
     {"policies"},
+    {"keeper"},
     {"eviction"},
     {"restore"},
     {"sequence", "batch"},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvist.keeper import Keeper
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
@@ -45,9 +45,9 @@ NOTHING = Eviction()
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
-def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Eviction, list[int]]:
-    """Least recently used idle leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
-    and a few more for the steps to come where there are any.
+def choose(keeper: Keeper, ledger: Ledger, needed: Sequence[int]) -> tuple[Eviction, list[int]]:
+    """Idle leaves in the keeper's order, cut from their ends, until ``needed[group]`` pages would be free in every
+    group, and a few more for the steps to come where there are any.
 
     When leaves are not enough, cached pages of sparse groups inside extents that are held go too: a hit gets shorter,
     and a request that runs alone can go on.
@@ -60,13 +60,13 @@ def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Evi
     alone = len(needed) == 1 and not ledger.sparse[0]
     ahead = min(layout.page_capacity(layout.groups[0]) // _AHEAD_PART, _AHEAD_MOST)
     if alone:
-        return _choose_alone(tree, needed[0] - arena.free_count[0], ahead)
+        return _choose_alone(keeper, needed[0] - arena.free_count[0], ahead)
     if not any(arena.shortage(needed)):
         return NOTHING, [0 for _ in groups]
     wanted = [count if group.exact else count + ahead for count, group in zip(needed, layout.groups)]
     short = arena.shortage(wanted)
     freed: list[list[IntArray]] = [[] for _ in groups]
-    queue = _Queue(tree)
+    queue = keeper.queue()
     while any(short):
         extent = queue.pop()
         if extent is None:
@@ -83,17 +83,19 @@ def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Evi
         # Not all of what lies ahead could be had: what is lacking without it?
         short = arena.shortage(needed, freed)
         if any(short) and any(ledger.sparse):
-            gaps = _choose_gaps(tree, ledger, needed, {id(extent): keep for extent, keep in queue.victims}, freed)
+            gaps = _choose_gaps(
+                keeper.tree, ledger, needed, {id(extent): keep for extent, keep in queue.victims}, freed
+            )
             short = arena.shortage(needed, freed)
-    return queue.eviction(gaps), short
+    return Eviction(queue.victims, gaps, *queue.looked_at()), short
 
 
-def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
+def _choose_alone(keeper: Keeper, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
     """As :func:`choose` for one dense group, which is plain counting."""
     if lacking <= 0:
         return NOTHING, [0]
     left = lacking + ahead
-    queue = _Queue(tree)
+    queue = keeper.queue()
     while left:
         extent = queue.pop()
         if extent is None:
@@ -102,51 +104,12 @@ def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction,
         count = min(blocks, left)
         left -= count
         queue.cut(extent, blocks - count)
-    return queue.eviction(()), [max(0, left - ahead)]
+    return Eviction(queue.victims, (), *queue.looked_at()), [max(0, left - ahead)]
 
 
-class _Queue:
-    """Idle leaves, least recently used first, and what would become a leaf when they were gone. Changes nothing."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        self._leaves = tree.leaves()
-        self._leaf = next(self._leaves, None)
-        self._gone: dict[int, int] = {}
-        #: Parents whose children would all be gone, by last use.
-        self._uncovered: list[tuple[int, int, Extent]] = []
-        self.victims: list[Victim] = []
-
-    def pop(self) -> Extent | None:
-        """The next extent to cut."""
-        leaf = self._leaf
-        if self._uncovered and (leaf is None or self._uncovered[0][0] <= leaf.last_used):
-            return heapq.heappop(self._uncovered)[2]
-        if leaf is not None:
-            self._leaf = next(self._leaves, None)
-        return leaf
-
-    def cut(self, extent: Extent, keep_blocks: int) -> None:
-        """Note a victim."""
-        self.victims.append((extent, keep_blocks))
-        parent = extent.parent
-        if not keep_blocks and parent is not None and parent.parent is not None and not parent.holds:
-            gone = self._gone.get(id(parent), 0) + 1
-            self._gone[id(parent)] = gone
-            if gone == len(parent.children):
-                heapq.heappush(self._uncovered, (parent.last_used, len(self.victims), parent))
-
-    def eviction(self, gaps: Sequence[Gap]) -> Eviction:
-        """What was chosen. Until it is carried out, the leaves looked at stay candidates."""
-        looked_at = [extent for extent, _ in self.victims]
-        if self._leaf is not None:
-            looked_at.append(self._leaf)
-        self._tree.set_aside = looked_at
-        return Eviction(self.victims, gaps, looked_at, self._leaf)
-
-
-def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
+def evict(keeper: Keeper, ledger: Ledger, eviction: Eviction) -> list[int]:
     """Remove what was chosen from the index and free its pages. Returns the pages freed per group."""
+    tree = keeper.tree
     counts = [0] * len(ledger.sparse)
     if tree.set_aside is eviction.looked_at:
         # Victims that are only cut are offered again below. Another plan's leaves wait for the next search.
@@ -154,6 +117,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
         if eviction.spare is not None:
             tree.offer(eviction.spare)
     for extent, keep_blocks in eviction.victims:
+        if keeper.learns:
+            keeper.cutting(extent, keep_blocks)
         removed = tree.truncate(extent, keep_blocks)
         for group, row in enumerate(removed):
             pages = present(row) if ledger.sparse[group] else row

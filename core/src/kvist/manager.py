@@ -15,10 +15,12 @@ from kvist.commit import Committer
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.eviction import NOTHING, Eviction, choose, evict
+from kvist.keeper import Keeper
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
 from kvist.owed import Owed
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
+from kvist.policies import EvictionPolicy
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import PrefixTree
 from kvist.publish import Publisher
@@ -41,9 +43,16 @@ class PagedCacheManager:
     layout: from ``Layout.build``; its arena is this manager's alone.
     restore: where sparse groups stay resumable.
     backoff_tokens: tokens to compute again at the end of everything reused, for draft models that need them.
+    eviction: which published blocks go first; this manager's alone. Least recently used ones by default.
     """
 
-    def __init__(self, layout: Layout, restore: RestorePolicy | None = None, backoff_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        restore: RestorePolicy | None = None,
+        backoff_tokens: int = 0,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
         policy = restore or RestorePolicy()
         self.layout = layout
         self._block = layout.block_tokens
@@ -56,8 +65,9 @@ class PagedCacheManager:
         self._ledger = Ledger(layout)
         self._tree = PrefixTree(self._block, len(layout.groups))
         self._tables = Tables(len(layout.groups))
-        self._claims = Claims(layout, self._tree, self._ledger, self._tables)
-        self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
+        self._keeper = Keeper(self._tree, eviction)
+        self._claims = Claims(layout, self._keeper, self._ledger, self._tables)
+        self._publisher = Publisher(layout, self._keeper, self._ledger, self._tables, policy)
         self._states = States(layout, self._ledger, self._tables, policy)
         self._has_states = layout.has_states
         #: Does a step overwrite what the one before has left?
@@ -237,6 +247,11 @@ class PagedCacheManager:
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
+        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
+            cached = self._ledger.arena.taken_count[0] * self._block
+            self._keeper.ended(
+                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
+            )
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)
         del self._sequences[sequence.slot]
@@ -380,7 +395,7 @@ class PagedCacheManager:
 
     def _make_room(self, needed: list[int]) -> tuple[Eviction, tuple[Shortage, ...]]:
         """What must be evicted for ``needed`` pages per group, and what would be lacking all the same."""
-        eviction, short = choose(self._tree, self._ledger, needed)
+        eviction, short = choose(self._keeper, self._ledger, needed)
         if not any(short):
             return eviction, ()
         return eviction, tuple(
@@ -403,7 +418,7 @@ class PagedCacheManager:
         return step
 
     def _evict(self, eviction: Eviction) -> None:
-        for group, count in enumerate(evict(self._tree, self._ledger, eviction)):
+        for group, count in enumerate(evict(self._keeper, self._ledger, eviction)):
             self._evicted[group] += count
 
     def _flight(self, step: Step) -> Plan:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvist.keeper import Keeper
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
-from kvist.prefix.tree import PrefixTree
 from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
@@ -18,9 +18,10 @@ from kvist.step import NO_PAGE, IntArray, present
 class Publisher:
     """Puts a sequence's computed blocks into the prefix tree. Owns nothing; mutates tree, ledger and tables."""
 
-    def __init__(self, layout: Layout, tree: PrefixTree, ledger: Ledger, tables: Tables, policy: RestorePolicy) -> None:
+    def __init__(self, layout: Layout, keeper: Keeper, ledger: Ledger, tables: Tables, policy: RestorePolicy) -> None:
         self._block = layout.block_tokens
-        self._tree = tree
+        self._keeper = keeper
+        self._tree = keeper.tree
         self._ledger = ledger
         self._tables = tables
         self._dense = [group.index for group in layout.groups if not group.sparse]
@@ -65,6 +66,9 @@ class Publisher:
             for group in self._dense:
                 pages[group] = tables[group][slot, first:stop]
         result = tree.insert(sequence.scope, run, pages, tip)
+        if result.added and self._keeper.learns and sequence.first_key is None:
+            known = result.covered * block
+            sequence.first_key = self._keeper.key_of(start + known, run[known : known + block])
         new_tip = result.tip
         if new_tip is None:
             return

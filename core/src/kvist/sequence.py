@@ -118,6 +118,9 @@ class Sequence:
     #: May others find what it computes?
     shares = True
     sources: Sources | None = None
+    #: For the eviction policy: the mark of the deepest extent it claimed, and the first block that it added.
+    claimed_mark = -1
+    first_key: tuple[int, bytes] | None = None
     #: Pages in each exact group's table row.
     state_columns = 0
     batch: DecodeBatch | None = None

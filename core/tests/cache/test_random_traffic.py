@@ -8,6 +8,7 @@ from cache_values import Values, make_layout, make_spec
 
 from kvist.errors import CapacityError
 from kvist.manager import PagedCacheManager, Run
+from kvist.policies import ReuseRate
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, State, Window
 
@@ -35,7 +36,8 @@ def test_every_read_is_clean_and_every_page_is_accounted_for(mix: str, block: in
     spec = make_spec(block, *retentions, vocab_size=4)
     policy = RestorePolicy(every_blocks=2) if seed == 1 else RestorePolicy()
     layout = make_layout(spec, int(rng.integers(40, 90)) * len(MIXES[mix]) // block)
-    manager = PagedCacheManager(layout, policy, backoff_tokens=2 if seed == 2 else 0)
+    backoff, eviction = (2 if seed == 2 else 0), (ReuseRate(64) if seed == 3 else None)
+    manager = PagedCacheManager(layout, policy, backoff_tokens=backoff, eviction=eviction)
     manager.shuffle_free_pages(rng)
     traffic = Traffic(manager, rng)
     for _ in range(250):

@@ -34,6 +34,7 @@ class Extent:
         "key",
         "last_used",
         "length",
+        "mark",
         "order",
         "parent",
         "stale",
@@ -55,6 +56,8 @@ class Extent:
         #: Tokens of the first block, as the parent files them.
         self.key = order_key(run[:block_tokens])
         self.last_used = 0
+        #: For the eviction policy.
+        self.mark = -1
         self.alive = True
         #: Holders, and children that are held: an extent is *idle* when there are none. Who holds an extent holds all
         #: of it, and everything above it.
@@ -127,6 +130,7 @@ class Extent:
         cut = block_count * self.block_tokens
         upper = Extent(self.block_tokens, self.parent, self.start, tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
+        upper.mark = self.mark
         upper.holds = 1 if self.holds else 0
         upper.stale = self.stale
         self.parent.children[upper.key] = upper

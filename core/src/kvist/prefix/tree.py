@@ -52,7 +52,8 @@ class PrefixTree:
         self.extent_count = 0
         #: Blocks in idle extents: what eviction can free of every dense group.
         self.idle_blocks = 0
-        self._clock = 0
+        #: Grows with every use; in tokens, as far as somebody passes time in tokens.
+        self.clock = 0
         self._push_count = 0
         #: Idle leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
         self.candidates: list[tuple[int, int, Extent]] = []
@@ -130,8 +131,8 @@ class PrefixTree:
                 if known == len(run) and matched % block:
                     # The block that covers our open one counts as used, what is behind it does not.
                     last = self.split_at(last, whole + 1)
-                    self._clock += 1
-                    last.last_used = self._clock
+                    self.clock += 1
+                    last.last_used = self.clock
                 if whole:
                     node = self.split_at(last, whole)
                 else:
@@ -148,7 +149,7 @@ class PrefixTree:
             node.append(run, pages)
         else:
             child = Extent(block, node, node.start + node.length, run, pages)
-            child.last_used = self._clock
+            child.last_used = self.clock
             child.stale = node.stale
             node.add_child(child)
             self.extent_count += 1
@@ -173,8 +174,8 @@ class PrefixTree:
         """Give a hold up. What nobody holds any more counts as just used, if it was ``used``. Returns pages
         ``[groups, n]`` of stale extents, which are not in the tree any more. Mutates."""
         removed: list[IntArray] = []
-        self._clock += 1
-        tick = self._clock if used else extent.last_used
+        self.clock += 1
+        tick = self.clock if used else extent.last_used
         node = extent
         node.holds -= 1
         while node.parent is not None:
@@ -194,6 +195,18 @@ class PrefixTree:
             node = node.parent
             node.holds -= 1
         return removed
+
+    def pass_time(self, ticks: int) -> None:
+        """Let the clock go on by ``ticks``."""
+        self.clock += ticks
+
+    def idle_leaves(self) -> Iterator[Extent]:
+        """Idle leaves, each once, in no particular order. Takes nothing out of the candidates."""
+        found: dict[int, Extent] = {id(extent): extent for _, _, extent in self.candidates}
+        found.update((id(extent), extent) for extent in self.set_aside)
+        for extent in found.values():
+            if extent.alive and not extent.holds and not extent.children:
+                yield extent
 
     def offer(self, extent: Extent) -> None:
         """Let an idle extent be found by :meth:`leaves` if it is a leaf."""
