@@ -430,6 +430,29 @@ def test_a_fork_of_what_has_computed_nothing_is_the_prompt_again(mix: str) -> No
     engine.drained()
 
 
+@pytest.mark.parametrize("backoff", [0, 3])
+@pytest.mark.parametrize("mix", ALL)
+def test_a_fork_of_a_resumed_sequence_is_computed_as_far(mix: str, backoff: int) -> None:
+    """What the parent took back may end inside a block, whose copy is still to come; the child needs one too."""
+    for length in (6, 8, 9):
+        engine = engine_of(mix, backoff_tokens=backoff)
+        parent = engine.open(range(length))
+        engine.prefill(parent)
+        engine.suspend(parent)
+        engine.resume(parent)
+        before = engine.manager.stats().requests
+        child = engine.fork(parent)
+        assert child.computed == parent.computed
+        engine.extend(parent, 70)
+        engine.extend(child, 80)
+        engine.prefill(parent, child)
+        engine.decode(parent, 3)
+        engine.decode(child, 3)
+        engine.close(parent, child)
+        assert engine.manager.stats().requests == before
+        engine.drained()
+
+
 # Suspending and resuming
 
 
