@@ -1,5 +1,7 @@
-"""Scenarios of area F: what fits and what is refused. Order, preemption and retries are the scheduler's; here is what it
-needs from the manager: typed refusals with numbers, no change on refusal, and an arithmetic that says what can ever fit.
+"""Scenarios of area F: what fits and what is refused.
+
+Order, preemption and retries are the scheduler's. Here is what it needs from the manager: typed refusals with numbers,
+no change on refusal, and an arithmetic that says what can ever fit.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def test_two_requests_that_do_not_fit_together_both_finish(mix: str) -> None:
     groups = len(MIXES[mix])
     engine = Engine(manager_of(6 + (0 if groups == 1 else 5), *MIXES[mix]))
     old, young = engine.open(range(8)), engine.open(range(50, 58))
-    suspended = thrown_away = 0
+    suspended = thrown_away = before = 0
     while not young.closed:
         runs = []
         for sequence in (old, young):

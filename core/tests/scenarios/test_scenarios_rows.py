@@ -165,7 +165,7 @@ def test_scales_are_part_of_a_row() -> None:
 @pytest.mark.parametrize("names", [("k",), ("k", "v")])
 @pytest.mark.parametrize("block", [4, 6])
 def test_only_a_pages_own_bytes_ever_change(names: tuple, block: int) -> None:
-    """30 (b): a branch after 3 of 4 tokens copies one page; the neighbours' bytes, and the padding, stay as they are."""
+    """30 (b): a branch inside a block copies one page; the neighbours' bytes, and the padding, stay as they are."""
     row = RowFormat((3,), "float8_e4m3fn", ScaleFormat(1))
     engine = engine_of(40, block, tuple(Stream(name, row, History()) for name in names))
     first = engine.open(range(3 * block))

@@ -419,7 +419,7 @@ def test_hits_on_states_against_a_brute_force_model(seed: int) -> None:
         at_ends = [len(end) for end in ends if len(end) <= limit and shared_length(end, text) >= len(end)]
         sequence = engine.open(*text.tolist())
         assert max(at_boundaries, default=0) <= sequence.reused <= max([*at_boundaries, *at_ends], default=0)
-        points = {p for p in range(every * block, len(text) + 1, every * block)}
+        points = set(range(every * block, len(text) + 1, every * block))
         points |= {limit // block * block, min(known, limit) // block * block}
         made += [(text, p) for p in points if p > sequence.reused]
         engine.prefill(sequence, chunk=int(rng.integers(1, 15)))
