@@ -295,8 +295,13 @@ class PagedCacheManager:
                 hint="resume() it, give it a salt of its own instead, or extend() it with its tokens first",
             )
         if sequence.sources is not None or not sequence.computed:
-            # It has computed nothing yet: a second look at the prefix tree gives the same.
-            return self.open(sequence.tokens, sequence.scope)
+            # All that it has came from the prefix tree: a second look gives the same.
+            if not sequence.started:
+                return self.open(sequence.tokens, sequence.scope)
+            child = self._child(sequence)
+            self._reclaim(child, sequence.computed + self._backoff)
+            child.reused = child.computed
+            return child
         self._publisher.publish(sequence, ended=False)
         self._epoch += 1
         needed = self._claims.fork_needs(sequence)
@@ -306,12 +311,10 @@ class PagedCacheManager:
         self._evict(eviction)
         if len(self._group_range) > 1:
             self._ledger.arena.gather(needed)
-        child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
+        child = self._child(sequence)
         own = [self._ledger.allocate(group, count) for group, count in enumerate(needed)]
         self._owed.copy(self._claims.fork(sequence, child, own))
         child.reused = child.computed
-        child.started = True
-        self._sequences[child.slot] = child
         return child
 
     def clear(self) -> Cleared:
@@ -429,6 +432,13 @@ class PagedCacheManager:
                 hint="complete or cancel each committed step once, with the manager that it came from",
             )
         return plan
+
+    def _child(self, sequence: Sequence) -> Sequence:
+        """An empty sequence with the same tokens, which is no request of its own."""
+        child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
+        child.started = True
+        self._sequences[child.slot] = child
+        return child
 
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""

@@ -75,8 +75,9 @@ class Engine:
         plan = self.manager.plan(runs, decode)
         assert plan.fits, plan.shortages
         sequences = plan.sequences
+        longest = max((run.query_tokens for run in runs), default=1)
         for sequence in sequences:
-            self._text(sequence, max(sequence.scheduled, sequence.known) + 64)
+            self._text(sequence, max(sequence.scheduled, sequence.known) + longest)
         kept = [(accepted or {}).get(run.sequence, run.new_tokens) for run in plan.runs]
         step = plan.commit()
         self.audit()
