@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy.typing as npt
 
 from kvist.batch import DecodeBatch
+from kvist.capacity import Capacity
+from kvist.events import Listener
 from kvist.layout import Layout
 from kvist.plan import Plan, Run
 from kvist.sequence import Sequence
@@ -102,6 +104,20 @@ class CacheManager(Protocol):
 
     def check(self) -> None:
         """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""
+
+    def listen(self, max_blocks: int = ...) -> Listener:
+        """Be told from now on which blocks can be found. Costs nothing while nobody listens.
+
+        max_blocks: blocks named in events that nobody has taken yet; with more the listener is behind.
+        Raises SpecError for a bound below 1, and for a spec without fingerprint: its blocks have no keys.
+        """
+
+    def capacity(self, chunk_tokens: int | None = ...) -> Capacity:
+        """What would fit now. Changes nothing; takes time in proportion to the extents.
+
+        chunk_tokens: the most tokens of one sequence that a step computes; ``None`` computes prompts in one step.
+        Raises RequestError for chunks below 1.
+        """
 
     def stats(self) -> ManagerStats:
         """Numbers so far."""

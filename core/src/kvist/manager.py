@@ -10,10 +10,12 @@ import numpy.typing as npt
 
 from kvist.audit import faults_of
 from kvist.batch import DecodeBatch
+from kvist.capacity import Capacity, capacity_of
 from kvist.claim import Claims
 from kvist.commit import Committer
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, RequestError, StateError
+from kvist.events import Events, Listener
 from kvist.eviction import NOTHING, Eviction, choose, evict
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
@@ -68,6 +70,7 @@ class PagedCacheManager:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
+        self._events: Events | None = None
         #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
         self._epoch = 0
@@ -311,6 +314,15 @@ class PagedCacheManager:
         faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()))
         if faults:
             raise AssertionError("; ".join(faults))
+
+    def listen(self, max_blocks: int = 1 << 16) -> Listener:
+        if self._events is None:
+            self._events = Events(self.layout, self._tree)
+        return self._events.attach(max_blocks)
+
+    def capacity(self, chunk_tokens: int | None = None) -> Capacity:
+        epoch = self._epoch
+        return capacity_of(self.layout, self._tree, self._ledger, chunk_tokens, lambda: self._epoch == epoch)
 
     def stats(self) -> ManagerStats:
         self._ledger.note_peaks(self._tree.idle_blocks)
