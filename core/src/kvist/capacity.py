@@ -91,13 +91,14 @@ class Capacity:
     def _fits(self, length: int, count: int) -> bool:
         if not self._current():
             raise StateError("this capacity is stale: the manager changed after it was asked for", hint="ask again")
-        if not self._layout.fits(length):
-            return False
         needs = list(_needs(self._layout, length, self.chunk_tokens))
         if len({group.page_bytes for group in self._layout.groups}) > 1:
             # Slabs do not follow the needs of the moment: what a group had at its peak may be scattered over many.
             needs = [list(map(max, zip(*needs)))]
-        return not any(self._lacking([count * pages for pages in need]) for need in needs)
+        if any(self._lacking([count * pages for pages in need]) for need in needs):
+            return False
+        # What open() asks before anything else. One step with all tokens needs at least as much.
+        return self.chunk_tokens is None or self._layout.fits(length)
 
 
 def _needs(layout: Layout, length: int, chunk: int | None) -> Iterator[list[int]]:

@@ -28,7 +28,7 @@ from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence, Tables, as_prompt, frozen_tokens
 from kvist.spec import Scope
 from kvist.states import States
-from kvist.stats import Cleared, ManagerStats, group_stats
+from kvist.stats import Cleared, ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray, Step
 
 __all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "RestorePolicy", "Run", "Sequence", "Shortage"]
@@ -75,9 +75,7 @@ class PagedCacheManager:
         self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
-        self._evicted = [0] * len(layout.groups)
-        self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
-        self._resumed_tokens = 0
+        self._tally = Tally(len(layout.groups))
 
     def open(
         self,
@@ -96,7 +94,7 @@ class PagedCacheManager:
         if reuse:
             match = self._match(prompt, scope, length - 1)
             self._claims.claim(sequence, match)
-            sequence.reused, sequence.matched, sequence.limited_by = match.length, match.known, match.limited_by
+            self._found(sequence, match)
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points
@@ -154,7 +152,7 @@ class PagedCacheManager:
             if plan.tick != decode.ticks:
                 raise StateError(f"step {step.id} is not the oldest of its batch", hint="complete steps in order")
             decode.finish()
-            self._computed_tokens += plan.decode_rows
+            self._tally.computed_tokens += plan.decode_rows
             if self._sparse:
                 for sequence in decode.at_boundary(decode.ticks):
                     if self._publisher.at_intervals or sequence.points or sequence.snapshots:
@@ -162,7 +160,7 @@ class PagedCacheManager:
                     self._drop(sequence)
         del self._in_flight[step.id]
         self._epoch += 1
-        self._completed += 1
+        self._tally.steps += 1
         if runs:
             for run, count in zip(runs, kept):
                 sequence = run.sequence
@@ -170,9 +168,9 @@ class PagedCacheManager:
                 sequence.ahead -= run.query_tokens
                 sequence.undecided = False
                 sequence.advance(count)
-                self._computed_tokens += count
+                self._tally.computed_tokens += count
                 if not sequence.started:
-                    self._count_start(sequence)
+                    self._tally.begin(sequence)
                 if self._has_states:
                     self._states.accept(run, count)
                 self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
@@ -226,8 +224,7 @@ class PagedCacheManager:
                 self._closing.append(sequence)
             return
         self._epoch += 1
-        if not sequence.started and sequence.computed > sequence.reused:
-            self._count_start(sequence)
+        self._tally.catch_up((sequence,))
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
@@ -248,22 +245,22 @@ class PagedCacheManager:
         self._require_idle(sequence, "resume()")
         if sequence.suspended:
             limit = max(sequence.known - 1, min(sequence.known, sequence.suspended_at))
-            self._reclaim(sequence, limit)
-            self._resumed_tokens += sequence.computed
+            self._reclaim(sequence, limit, suspended=True)
         return sequence.computed
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         self._require_idle(sequence, "truncate()")
         if not 1 <= length <= sequence.known:
             raise RequestError(f"truncate() to {length} of {sequence.known} known tokens")
-        if not sequence.suspended:
+        suspended = sequence.suspended
+        if not suspended:
             if self._has_states:
                 self._states.donate(sequence)
             self._publisher.publish(sequence, ended=True)
             self._park(sequence)
         limit = min(length, sequence.suspended_at)
         sequence.shorten(length)
-        self._reclaim(sequence, limit)
+        self._reclaim(sequence, limit, suspended=suspended)
         return sequence.computed
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -275,7 +272,9 @@ class PagedCacheManager:
             )
         if sequence.sources is not None or not sequence.computed:
             # It has computed nothing yet: a second look at the prefix tree gives the same.
-            return self.open(sequence.tokens, sequence.scope)
+            child = self.open(sequence.tokens, sequence.scope)
+            child.origin = "forked"
+            return child
         self._publisher.publish(sequence, ended=False)
         self._epoch += 1
         needed = self._claims.fork_needs(sequence)
@@ -288,8 +287,8 @@ class PagedCacheManager:
         child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
         own = [self._ledger.allocate(group, count) for group, count in enumerate(needed)]
         self._owed.copy(self._claims.fork(sequence, child, own))
-        child.reused = child.computed
-        child.started = True
+        child.reused = child.claimed = child.computed
+        child.origin = "forked"
         self._sequences[child.slot] = child
         return child
 
@@ -326,16 +325,21 @@ class PagedCacheManager:
 
     def stats(self) -> ManagerStats:
         self._ledger.note_peaks(self._tree.idle_blocks)
+        tally = self._tally
+        tally.catch_up(self._sequences.values())
         return ManagerStats(
-            self._requests,
-            self._prompt_tokens,
-            self._reused_tokens,
-            self._resumed_tokens,
-            self._computed_tokens,
-            self._completed,
+            tally.requests,
+            tally.prompt_tokens,
+            tally.reused_tokens,
+            tally.resumes,
+            tally.resumed_tokens,
+            tally.forks,
+            tally.forked_tokens,
+            tally.computed_tokens,
+            tally.steps,
             len(self._sequences),
             self._tree.extent_count,
-            group_stats(self.layout, self._ledger, self._tree.idle_blocks, self._evicted),
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally),
         )
 
     def _changed(self) -> None:
@@ -400,7 +404,7 @@ class PagedCacheManager:
 
     def _evict(self, eviction: Eviction) -> None:
         for group, count in enumerate(evict(self._tree, self._ledger, eviction)):
-            self._evicted[group] += count
+            self._tally.evicted[group] += count
 
     def _flight(self, step: Step) -> Plan:
         plan = self._in_flight.get(step.id)
@@ -414,19 +418,31 @@ class PagedCacheManager:
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""
         computed = sequence.computed
+        self._tally.catch_up((sequence,))
         self._claims.vacate(sequence)
         sequence.rebase(0)
         sequence.suspended_at = computed
         self._epoch += 1
 
-    def _reclaim(self, sequence: Sequence, limit: int) -> None:
+    def _reclaim(self, sequence: Sequence, limit: int, *, suspended: bool) -> None:
         """Take back what the prefix tree still has of a parked sequence, up to ``limit`` tokens."""
         sequence.suspended_at = -1
         self._epoch += 1
         if sequence.shares:
-            tokens = sequence.tokens
-            self._claims.claim(sequence, self._match(tokens, sequence.scope, limit))
+            match = self._match(sequence.tokens, sequence.scope, limit)
+            self._claims.claim(sequence, match)
             sequence.points = [point for point in sequence.points if point > sequence.computed]
+            if not sequence.started and sequence.origin == "opened":
+                # It has done nothing yet: what counts is what it has now.
+                self._found(sequence, match)
+        sequence.claimed = sequence.computed
+        if sequence.started and suspended:
+            sequence.origin, sequence.started = "resumed", False
+
+    def _found(self, sequence: Sequence, match: Match) -> None:
+        """Note what a sequence that has computed nothing takes from the cache, and why it is not more."""
+        sequence.reused = sequence.claimed = match.length
+        sequence.matched, sequence.limited_by, sequence.lost = match.known, match.limited_by, match.lost
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""
@@ -461,9 +477,3 @@ class PagedCacheManager:
                 f"{call} of a sequence that is in a step or in a decode batch",
                 hint="complete the step first, and leave the batch",
             )
-
-    def _count_start(self, sequence: Sequence) -> None:
-        sequence.started = True
-        self._requests += 1
-        self._prompt_tokens += sequence.prompt_length
-        self._reused_tokens += sequence.reused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import attrs
 import numpy as np
@@ -101,6 +101,7 @@ class Sequence:
         "batch",
         "block_count",
         "chunk_ends",
+        "claimed",
         "closed",
         "closing",
         "flights",
@@ -109,7 +110,9 @@ class Sequence:
         "layout",
         "left_tick",
         "limited_by",
+        "lost",
         "matched",
+        "origin",
         "points",
         "prompt",
         "prompt_length",
@@ -144,6 +147,8 @@ class Sequence:
         #: Leading tokens that the index knew then, and the group without which more of them had been reused.
         self.matched = 0
         self.limited_by: Group | None = None
+        #: How many more.
+        self.lost = 0
         #: Blocks that have a page, or had one until the group dropped it.
         self.block_count = 0
         #: Positions where a prefill chunk must end for a snapshot of the states, ascending.
@@ -172,6 +177,10 @@ class Sequence:
         self.closed = False
         #: What the sequence had computed when it was suspended, -1 while it is not.
         self.suspended_at = -1
+        #: For statistics: where its tokens came from when it was made or last resumed, how many it then had without
+        #: computing them, and has it computed any since, as far as they are counted?
+        self.origin: Literal["opened", "forked", "resumed"] = "opened"
+        self.claimed = 0
         self.started = False
 
     @property
