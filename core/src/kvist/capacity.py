@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from kvist.errors import RequestError, StateError
-from kvist.layout import KEPT_ROLLBACK, Layout
+from kvist.layout import KEPT_ROLLBACK, Group, Layout
 from kvist.ledger import Ledger
 from kvist.prefix.tree import PrefixTree
 from kvist.step import IntArray, present
@@ -113,12 +113,14 @@ def _needs(layout: Layout, length: int, chunk: int | None) -> Iterator[list[int]
     for step in range(max(0, last - block - 1), last):
         start, end = step * chunk, min(length, (step + 1) * chunk)
         yield [
-            1
-            if group.exact
-            else -(-end // block)
-            - sum(high - low for low, high in group.retention.droppable(start, KEPT_ROLLBACK, block))
+            1 if group.exact else -(-end // block) - (_dropped(group, start, block) if group.sparse else 0)
             for group in layout.groups
         ]
+
+
+def _dropped(group: Group, length: int, block: int) -> int:
+    """Blocks that a sequence of ``length`` computed tokens has given up."""
+    return sum(high - low for low, high in group.retention.droppable(length, KEPT_ROLLBACK, block))
 
 
 def capacity_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_requests import cached, compute, manager_of, tokens
-from cache_traffic import MIXES, Traffic
+from cache_traffic import MIXES, retentions_of, traffic_of
 from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, RequestError, StateError
@@ -44,13 +44,14 @@ def fits(manager: PagedCacheManager, length: int, count: int, chunk: int | None 
         manager.check()
 
 
-def busy(mix: str, seed: int, block: int, **options: object) -> PagedCacheManager:
+def busy(mix: str, seed: int, block: int) -> PagedCacheManager:
     """A manager after some random traffic: partly held, partly cached, no step in flight."""
     rng = np.random.default_rng([9, seed, block])
-    layout = make_layout(make_spec(block, *ALL[mix], vocab_size=4, **options), int(rng.integers(40, 90)) // block)
+    spec = make_spec(block, *retentions_of(ALL[mix], block), vocab_size=4)
+    layout = make_layout(spec, int(rng.integers(40, 90)) // block)
     manager = PagedCacheManager(layout)
     manager.shuffle_free_pages(rng)
-    traffic = Traffic(manager, rng)
+    traffic = traffic_of(manager, rng)
     for _ in range(int(rng.integers(0, 60))):
         traffic.operate()
     while traffic.flights:

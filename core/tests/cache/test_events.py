@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from cache_requests import DEFAULT, P, cached, compute, manager_of, tokens
-from cache_traffic import MIXES, Traffic
+from cache_traffic import MIXES, retentions_of, traffic_of
 from cache_values import make_layout, make_spec
 
 from kvist.errors import SpecError, StateError
@@ -93,9 +93,9 @@ class Follower:
 def test_a_set_kept_from_events_is_the_index(mix: str, block: int, seed: int) -> None:
     rng = np.random.default_rng([52, seed, block, len(mix)])
     pages = int(rng.integers(30, 80)) * len(MIXES[mix]) // block
-    layout = make_layout(make_spec(block, *MIXES[mix], vocab_size=4), pages)
+    layout = make_layout(make_spec(block, *retentions_of(MIXES[mix], block), vocab_size=4), pages)
     manager = PagedCacheManager(layout, RestorePolicy(every_blocks=2) if seed == 1 else None)
-    traffic = Traffic(manager, rng)
+    traffic = traffic_of(manager, rng)
     steady, tight, late = Follower(manager), Follower(manager, 2), None
     for number in range(200):
         traffic.operate()

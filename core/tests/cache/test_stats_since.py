@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 from cache_requests import cached, compute, manager_of, tokens
-from cache_traffic import MIXES, Traffic
+from cache_traffic import MIXES, traffic_of
 from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, StateError
@@ -152,7 +152,7 @@ def test_counters_never_decrease_and_sources_add_up(mix: str, seed: int) -> None
     rng = np.random.default_rng([7, seed, len(mix)])
     layout = make_layout(make_spec(3, *MIXES[mix], vocab_size=4), 20 * len(MIXES[mix]))
     manager = PagedCacheManager(layout, RestorePolicy(every_blocks=2) if seed else None)
-    traffic = Traffic(manager, rng)
+    traffic = traffic_of(manager, rng)
     start = before = manager.stats()
     for _ in range(200):
         traffic.operate()
