@@ -79,3 +79,11 @@ def test_the_tutorial_runs_as_it_stands(capsys):
     assert len(blocks) == 6
     exec(compile("\n".join(blocks), "embed-kvist.md", "exec"), {"__name__": "tutorial"})
     assert "10000 tokens never fit" in capsys.readouterr().out
+
+
+def test_watching_the_cache_runs_as_it_stands(capsys):
+    text = (ROOT / "docs" / "how-to" / "watch-the-cache.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    exec(compile("\n".join(blocks), "watch-the-cache.md", "exec"), {"__name__": "how-to"})
+    assert "2 requests, 66% of their 150 prompt tokens reused" in capsys.readouterr().out

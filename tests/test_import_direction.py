@@ -22,6 +22,8 @@ ORDER = [
     {"memory"},
     {"ledger"},
     {"prefix"},
+    {"events"},
+    {"capacity"},
     {"policies"},
     {"keeper"},
     {"eviction"},

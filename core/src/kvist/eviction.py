@@ -126,6 +126,8 @@ def evict(keeper: Keeper, ledger: Ledger, eviction: Eviction) -> list[int]:
             counts[group] += len(pages)
     for gap in eviction.gaps:
         pages = gap.extent.pages[gap.group, gap.blocks]
+        if tree.watcher is not None:
+            tree.watcher.lost(gap.extent, gap.group, gap.blocks)
         gap.extent.pages[gap.group, gap.blocks] = NO_PAGE
         ledger.unpublish(gap.group, pages)
         counts[gap.group] += len(pages)

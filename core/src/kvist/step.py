@@ -67,6 +67,11 @@ class Step:
         return len(self.slots)
 
     @property
+    def begins(self) -> bool:
+        """Is there anything to copy or to fill with zeros before the rows are written?"""
+        return any(map(len, self.copies)) or any(map(len, self.fresh))
+
+    @property
     def token_count(self) -> int:
         """Query tokens over all rows: the length of the flattened batch."""
         return int(self.query_lengths.sum())

@@ -63,7 +63,7 @@ def test_len_01_lengths_are_ordered_at_all_times(mix: str, block: int) -> None:
 
 
 def test_len_02_impossible_lengths_are_refused_and_change_nothing() -> None:
-    """len-02: nobody sets lengths directly; runs, truncations and accepted counts that make no sense are typed errors."""
+    """len-02: nobody sets lengths directly; runs, truncations and accepted counts that make no sense raise."""
     engine = engine_of("history+windows+state")
     sequence = engine.open(range(9))
     engine.prefill(sequence)
@@ -430,7 +430,7 @@ def test_sx_02_sx_05_tokens_are_counted_and_not_blocks() -> None:
 
 @pytest.mark.parametrize("mix", ALL)
 def test_sx_03_sx_04_a_step_counts_when_it_completes(mix: str) -> None:
-    """sx-03, sx-04, sx-08: cancelled work counts nowhere, and once when it is done again; being resumed is no request."""
+    """sx-03, sx-04, sx-08: cancelled work counts nowhere, and once when done again; being resumed is no request."""
     engine = engine_of(mix)
     sequence = engine.open(range(9))
     for ran in (False, True):

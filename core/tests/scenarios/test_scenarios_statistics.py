@@ -41,19 +41,21 @@ def test_resumed_tokens_are_no_hits(mix: str) -> None:
     sequence = engine.open(range(1, 9), 9)
     engine.prefill(sequence)
     before = engine.manager.stats()
-    for _ in range(3):
+    for number in range(3):
         engine.suspend(sequence)
-        engine.resume(sequence)
+        assert engine.resume(sequence) == 9 + number
+        # Counted when its first step afterwards is completed, like a request.
+        engine.decode(sequence, 1)
     child = engine.fork(sequence)
     engine.decode(child, 1)
-    engine.truncate(sequence, 8)
     now = engine.manager.stats()
     assert (now.requests, now.prompt_tokens, now.reused_tokens) == (
         before.requests,
         before.prompt_tokens,
         before.reused_tokens,
     )
-    assert now.resumed_tokens == 3 * 9
+    assert (now.resumes, now.resumed_tokens) == (3, 9 + 10 + 11)
+    assert (now.forks, now.forked_tokens) == (1, 12)
     engine.close(sequence, child)
     assert engine.manager.stats().requests == before.requests
 

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from kvist.prefix.extent import Extent, order_key
+from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
 from kvist.step import IntArray
 
@@ -37,6 +38,15 @@ class _Root(Extent):
     scope: Scope
 
 
+def scope_of(extent: Extent) -> Scope:
+    """The scope of every sequence that goes through ``extent``."""
+    node = extent
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, _Root)
+    return node.scope
+
+
 class PrefixTree:
     """Extents of one cache, one root per scope. Exact token comparison, no hashing.
 
@@ -59,6 +69,8 @@ class PrefixTree:
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
+        #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
+        self.watcher: IndexWatcher | None = None
 
     def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
         """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
@@ -126,6 +138,8 @@ class PrefixTree:
                 if not whole:
                     assert last.parent is not None
                     last.parent.replace_child(last, order_key(run[:block]))
+                if self.watcher is not None and not last.stale:
+                    self.watcher.inserted(last, whole)
                 return Inserted(last, covered, pages.shape[1], replaced)
             if matched < last.length or matched % block:
                 if known == len(run) and matched % block:
@@ -156,6 +170,8 @@ class PrefixTree:
             node, holds = child, 0
         if not holds:
             self.idle_blocks += pages.shape[1]
+        if self.watcher is not None and not node.stale:
+            self.watcher.inserted(node, node.block_count - pages.shape[1])
         return Inserted(node, covered, pages.shape[1], None)
 
     def hold(self, extent: Extent) -> None:
@@ -242,6 +258,8 @@ class PrefixTree:
         parent = extent.parent
         assert parent is not None
         self.idle_blocks -= extent.block_count - block_count
+        if self.watcher is not None and not extent.stale:
+            self.watcher.truncated(extent, block_count)
         if block_count:
             removed = extent.cut(block_count)
             self.offer(extent)
@@ -270,6 +288,9 @@ class PrefixTree:
             for extent in order:
                 extent.stale = True
                 order.extend(extent.children.values())
+            if self.watcher is not None:
+                for extent in reversed(order):
+                    self.watcher.forgotten(extent)
             removed += [self.truncate(extent, 0) for extent in reversed(order) if not extent.holds]
             kept += [extent for extent in order if extent.holds]
         self.roots.clear()
