@@ -73,6 +73,15 @@ def test_the_plugin_of_the_how_to_is_a_plugin():
     assert names["command"]("you") is None
 
 
+def test_the_scenarios_name_tests_that_exist():
+    page = (ROOT / "docs" / "reference" / "scenarios.md").read_text()
+    there = "\n".join(path.read_text() for path in ROOT.glob("core/tests/**/test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", page):
+        assert f"\ndef {name}(" in there, name
+    for path in re.findall(r"`((?:core|plugins)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+
+
 def test_the_tutorial_runs_as_it_stands(capsys):
     text = (ROOT / "docs" / "tutorial" / "embed-kvist.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

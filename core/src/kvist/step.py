@@ -26,6 +26,11 @@ def present(pages: IntArray) -> IntArray:
     return pages if np.count_nonzero(there) == len(pages) else pages[there]
 
 
+def repeats(pages: IntArray) -> bool:
+    """Is a page named twice? ``pages`` has no NO_PAGE in it."""
+    return bool(len(pages)) and int(np.bincount(pages).max()) > 1
+
+
 # No slots: a frozen class with slots costs twice as much to make, and one is made per step.
 @attrs.frozen(eq=False, slots=False)
 class Step:

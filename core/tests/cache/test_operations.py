@@ -48,7 +48,7 @@ def test_chunks_of_one_prompt_overlap(mix: str, block: int, depth: int) -> None:
     engine.drained()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, depth: int) -> None:
@@ -60,7 +60,7 @@ def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, dep
     started = {sequence: sequence.computed for sequence in everyone}
     ticks = dict.fromkeys(everyone, 0)
     flights: list = []
-    for number in range(60):
+    for number in range(40):
         outside = [s for s in everyone if s.batch is None and not s.in_flight]
         inside = list(batch.sequences)
         if outside and rng.random() < 0.5:
@@ -74,7 +74,7 @@ def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, dep
             for sequence in batch.sequences:
                 ticks[sequence] += 1
             flights.append(engine.launch(decode=batch))
-        while len(flights) >= depth or (flights and number == 59):
+        while len(flights) >= depth or (flights and number == 39):
             engine.land(flights.pop(0))
     for sequence in everyone:
         assert sequence.computed == started[sequence] + ticks[sequence]
@@ -456,7 +456,7 @@ def test_a_fork_of_a_resumed_sequence_is_computed_as_far(mix: str, backoff: int)
 # Suspending and resuming
 
 
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_a_suspended_sequence_comes_back_where_it_was(mix: str, block: int) -> None:
     """st-03: it holds nothing meanwhile. Nobody needed its pages, so all of it is still there: states too, because the
@@ -582,7 +582,7 @@ def test_suspended_sequences_share_what_is_equal(mix: str) -> None:
 # Truncating
 
 
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_truncating_to_every_length(mix: str, block: int) -> None:
     """A history goes back to any length. Windows and states may come back shorter, at a restore point, never wrong."""
@@ -817,8 +817,8 @@ def test_a_third_sibling_resumes_where_the_second_left_the_path() -> None:
 # Drafts
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 4])
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_any_number_of_drafts_is_accepted(mix: str, block: int, drafts: int) -> None:
     """24, also the columns of states: the one before the step in column 0, after each query token in the next ones."""
@@ -941,7 +941,7 @@ def test_a_cancelled_step_makes_no_snapshot() -> None:
 # Tokens to compute again
 
 
-@pytest.mark.parametrize("backoff", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("backoff", [0, 3, 9])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_backoff_shortens_every_hit_and_touches_nothing_stored(mix: str, block: int, backoff: int) -> None:

@@ -59,8 +59,8 @@ def test_the_queue_of_the_scenario_by_hand() -> None:
 
 
 @pytest.mark.parametrize("every", [None, 1])
-@pytest.mark.parametrize("block", [1, 3, 4])
-@pytest.mark.parametrize("pages", [3, 5, 8])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("pages", [3, 8])
 @pytest.mark.parametrize("mix", MIXES)
 def test_what_is_accepted_is_exactly_what_can_run_alone(mix: str, pages: int, block: int, every: int | None) -> None:
     """31, sz-09: growing token by token in an empty cache, a request gets just as far as the arithmetic says."""
@@ -94,7 +94,7 @@ def test_a_longest_request_runs_in_a_full_cache_too(mix: str, block: int) -> Non
     retentions = MIXES[mix]
     engine = Engine(manager_of(9 * len(retentions), *retentions, block_tokens=block))
     length = max(n for n in range(1, 40) if engine.manager.layout.fits(n))
-    for number in range(10):
+    for number in range(4):
         engine.turn(range(100 * number, 100 * number + max(1, length // 3)), chunk=1)
     for keep in (0, length // 3, length - 1, length // 3):
         sequence = engine.open(range(keep), range(7000, 7000 + length - keep))

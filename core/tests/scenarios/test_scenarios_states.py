@@ -66,8 +66,8 @@ def test_a_lost_snapshot_is_no_start_state() -> None:
     engine.drained()
 
 
-@pytest.mark.parametrize("every", [None, 1, 2])
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("retentions", HYBRIDS, ids=str)
 def test_every_parting_position_reuses_a_state_that_exists(retentions: tuple, block: int, every: int | None) -> None:
     """18, ss-01: for each position at which a prompt leaves a finished one: the deepest snapshot at or before it, one
