@@ -68,6 +68,11 @@ class CacheManager(Protocol):
 
         ran: may anything of the step have been executed? States can then be overwritten, so where a group keeps states
         the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore point.
+        The same happens to every sequence with a page that the step was to copy from a place it may have overwritten,
+        and what is cached in such pages is forgotten.
+
+        Raises StateError for a step that is not the newest of its sequences, or that copies pages while later steps
+        are in flight.
         """
 
     def suspend(self, sequence: Sequence) -> None:

@@ -13,10 +13,12 @@ from kvist.batch import DecodeBatch
 from kvist.claim import Claims
 from kvist.commit import Committer
 from kvist.contract import CacheManager
+from kvist.defrag import Defragmenter
 from kvist.errors import CapacityError, RequestError, StateError
-from kvist.eviction import NOTHING, Eviction, choose, evict
+from kvist.eviction import NOTHING, Eviction, evict
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
+from kvist.lost import give_up, lost_pages
 from kvist.owed import Owed
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
 from kvist.prefix.match import Match, find
@@ -60,12 +62,13 @@ class PagedCacheManager:
         self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
         self._states = States(layout, self._ledger, self._tables, policy)
         self._has_states = bool(self._states.groups)
-        self._owed = Owed(len(layout.groups))
+        self._owed = Owed(layout)
         self._nothing_needed = [0 for _ in layout.groups]
         self._committer = Committer(
             layout, self._ledger, self._tables, self._claims, self._states, self._owed, self._nothing_needed
         )
         self._sequences: dict[int, Sequence] = {}
+        self._defragmenter = Defragmenter(layout, self._tree, self._ledger, self._tables, self._owed, self._sequences)
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
         #: Longest sequence that is known to fit the whole arena.
@@ -185,6 +188,11 @@ class PagedCacheManager:
             decode is not None and plan.tick != decode.started - 1
         ):
             raise StateError(f"step {step.id} is not the newest of its sequences", hint="cancel steps in reverse order")
+        if any(map(len, step.copies)) and step.id != max(self._in_flight):
+            raise StateError(
+                f"step {step.id} copies pages that later steps rely on", hint="cancel the later steps first"
+            )
+        lost = lost_pages(self.layout, step, self._tables) if ran else []
         del self._in_flight[step.id]
         self._epoch += 1
         rows = list(decode.sequences) if decode is not None else []
@@ -207,6 +215,9 @@ class PagedCacheManager:
                     sequence.batch.leave(sequence)
                 if not sequence.closing:
                     self._park(sequence)
+        if lost:
+            open_ones = list(self._sequences.values())
+            give_up(lost, self.layout, self._tree, self._ledger, self._tables, open_ones, self._take_out)
         if self._closing:
             self._close_waiting()
 
@@ -323,7 +334,7 @@ class PagedCacheManager:
             self._completed,
             len(self._sequences),
             self._tree.extent_count,
-            group_stats(self.layout, self._ledger, self._tree.idle_blocks, self._evicted),
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, self._evicted, self._defragmenter.moved),
         )
 
     def _changed(self) -> None:
@@ -364,7 +375,7 @@ class PagedCacheManager:
 
     def _make_room(self, needed: list[int]) -> tuple[Eviction, tuple[Shortage, ...]]:
         """What must be evicted for ``needed`` pages per group, and what would be lacking all the same."""
-        eviction, short = choose(self._tree, self._ledger, needed)
+        eviction, short = self._defragmenter.make_room(needed)
         if not any(short):
             return eviction, ()
         return eviction, tuple(
@@ -389,6 +400,8 @@ class PagedCacheManager:
     def _evict(self, eviction: Eviction) -> None:
         for group, count in enumerate(evict(self._tree, self._ledger, eviction)):
             self._evicted[group] += count
+        if eviction.moves is not None:
+            self._defragmenter.carry_out(eviction.moves)
 
     def _flight(self, step: Step) -> Plan:
         plan = self._in_flight.get(step.id)
@@ -406,6 +419,11 @@ class PagedCacheManager:
         sequence.rebase(0)
         sequence.suspended_at = computed
         self._epoch += 1
+
+    def _take_out(self, sequence: Sequence) -> None:
+        if sequence.batch is not None:
+            sequence.batch.leave(sequence)
+        self._park(sequence)
 
     def _reclaim(self, sequence: Sequence, limit: int) -> None:
         """Take back what the prefix tree still has of a parked sequence, up to ``limit`` tokens."""

@@ -15,7 +15,8 @@ class GroupStats:
     """Pages of one group: ``free + cached + held == capacity`` when it is the only group.
 
     capacity: pages if the group had the whole arena. free: takable at once. cached: published, held by nobody.
-    held: leased now; held_peak: at most so far. evicted: pages evicted so far.
+    held: leased now; held_peak: at most so far. evicted: pages evicted so far. moved: pages copied so far to empty a
+    slab for another group. ``padding_bytes`` of each page hold nothing.
     """
 
     name: str
@@ -26,6 +27,13 @@ class GroupStats:
     held: int
     held_peak: int
     evicted: int
+    moved: int
+    padding_bytes: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a page that holds nothing."""
+        return self.padding_bytes / self.page_bytes
 
 
 @attrs.frozen
@@ -62,8 +70,10 @@ class Cleared:
     held: tuple[int, ...]
 
 
-def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Sequence[int]) -> tuple[GroupStats, ...]:
-    """Pages of every group now. idle_blocks: of the prefix tree. evicted: pages evicted so far, per group."""
+def group_stats(
+    layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Sequence[int], moved: Sequence[int]
+) -> tuple[GroupStats, ...]:
+    """Pages of every group now. idle_blocks: of the prefix tree. evicted, moved: pages so far, per group."""
     return tuple(
         GroupStats(
             group.name,
@@ -74,6 +84,8 @@ def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Seque
             ledger.held_count(group.index, idle_blocks),
             ledger.held_peak[group.index],
             evicted[group.index],
+            moved[group.index],
+            group.padding_bytes,
         )
         for group in layout.groups
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvist.layout import Layout
@@ -12,12 +14,17 @@ from kvist.step import NO_PAGE, Step
 JUNK = -1
 
 
-def make_spec(block_tokens: int, *retentions: Retention, width: int = 4, **options: object) -> CacheSpec:
-    """One layer per retention, with a ``k`` and a ``v`` stream each; equal retentions share a group."""
-    row = RowFormat((1, width), "float32")
+def make_spec(
+    block_tokens: int, *retentions: Retention, width: int = 4, widths: Sequence[int] = (), **options: object
+) -> CacheSpec:
+    """One layer per retention, with a ``k`` and a ``v`` stream each; equal retentions share a group.
+
+    widths: elements of a row in each layer, where they differ.
+    """
+    rows = [RowFormat((1, each), "float32") for each in widths or [width] * len(retentions)]
     layers = [
         Layer(number, (Stream("k", row, retention), Stream("v", row, retention)))
-        for number, retention in enumerate(retentions)
+        for number, (row, retention) in enumerate(zip(rows, retentions, strict=True))
     ]
     return CacheSpec(tuple(layers), block_tokens, "test", **options)  # type: ignore[arg-type]
 
@@ -44,11 +51,13 @@ class Values:
     def __init__(self, manager: PagedCacheManager) -> None:
         self.manager = manager
         self.layout = manager.layout
-        block = self.layout.block_tokens
-        self.pages = [
-            np.full((self.layout.arena_bytes // group.page_bytes, block), JUNK, np.int64)
-            for group in self.layout.groups
-        ]
+        # One memory for all groups, as on a device: a page that two groups use at once cannot go unnoticed.
+        self.memory = np.full(self.layout.arena_bytes // 8, JUNK, np.int64)
+        self.pages = []
+        for group in self.layout.groups:
+            rows = 1 if group.exact else self.layout.block_tokens
+            assert rows * 8 <= group.content_bytes, "rows of this spec are too narrow for a value"
+            self.pages.append(self.memory.reshape(-1, group.page_bytes // 8)[:, :rows])
 
     def poison(self) -> None:
         """Overwrite every page that nobody holds or can find, and the reserved ones."""
@@ -87,10 +96,13 @@ class Values:
         self._copy(step.saves)
 
     def _copy(self, copies) -> None:
-        for group, pairs in enumerate(copies):
-            if len(pairs):
-                assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
-                self.pages[group][pairs[:, 1]] = self.pages[group][pairs[:, 0]]
+        for pairs in copies:
+            assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
+        # Whole pages, and every source of every group before any destination.
+        whole = [self.memory.reshape(-1, group.page_bytes // 8) for group in self.layout.groups]
+        contents = [pages[pairs[:, 0]] for pages, pairs in zip(whole, copies)]
+        for pages, pairs, content in zip(whole, copies, contents):
+            pages[pairs[:, 1]] = content
 
     def _write(self, group, table, start: int, values: np.ndarray) -> None:
         positions = np.arange(start, len(values))
