@@ -18,7 +18,6 @@ from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, Step, overlaps, present
 
-
 #: Per group and page, is it lost?
 Marks = list[npt.NDArray[np.bool_]]
 

@@ -59,11 +59,18 @@ class Values:
             assert rows * 8 <= group.content_bytes, "rows of this spec are too narrow for a value"
             self.pages.append(self.memory.reshape(-1, group.page_bytes // 8)[:, :rows])
 
-    def poison(self) -> None:
-        """Overwrite every page that nobody holds or can find, and the reserved ones."""
+    def poison(self, copies=()) -> None:
+        """Overwrite every page that nobody holds or can find, and the reserved ones. Sources of the step's ``copies``
+        stay: should it be cancelled, it is as if nobody had written to them."""
+        kept = []
+        for group, pairs in enumerate(copies):
+            sources = np.intersect1d(pairs[:, 0], self.manager.free_pages(group))
+            kept.append((sources, self.pages[group][sources]))
         for group, pages in enumerate(self.pages):
             pages[self.manager.free_pages(group)] = JUNK
             pages[0] = JUNK
+        for pages, (sources, content) in zip(self.pages, kept):
+            pages[sources] = content
 
     def run(self, step: Step, sequences: list, tokens: dict, accepted: list[int] | None = None) -> None:
         """Execute a step: ``tokens[id(sequence)]`` are all its tokens, the new ones included.
@@ -72,7 +79,7 @@ class Values:
         """
         # What is free may still be the source of a copy, until something is written to it.
         self._copy(step.copies)
-        self.poison()
+        self.poison(step.copies)
         for group, pages in enumerate(step.fresh):
             self.pages[group][pages] = 0
         for row, sequence in enumerate(sequences):
