@@ -25,7 +25,7 @@ from peers.setup import DEFAULT_FOLDER, DRIVER, python_of
 
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run, Sequence
-from kvist.publish import RestorePolicy
+from kvist.restore import RestorePolicy
 from kvist.replay.sizes import MemorySize
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Stream, Window
 

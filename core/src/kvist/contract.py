@@ -60,16 +60,16 @@ class CacheManager(Protocol):
         """The step's rows are written: advance lengths, publish, drop what is no longer read.
 
         accepted: tokens that stay, for each run in row order (``decode`` rows always keep their one); ``None`` keeps
-        ``new_tokens`` of each run and no draft. Where a group keeps states, a run without drafts keeps all.
+        ``new_tokens`` of each run and no draft. Where a group keeps states or rings, a run without drafts keeps all.
         """
 
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         """The step will not run or failed: its sequences are as before, but keep the pages they got.
 
-        ran: may anything of the step have been executed? States can then be overwritten, so where a group keeps states
-        the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore point.
-        The same happens to every sequence with a page that the step was to copy from a place it may have overwritten,
-        and what is cached in such pages is forgotten.
+        ran: may anything of the step have been executed? States and rings can then be overwritten, so where a group
+        has them the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore
+        point. The same happens to every sequence with a page that the step was to copy from a place it may have
+        overwritten, and what is cached in such pages is forgotten.
 
         Raises StateError for a step that is not the newest of its sequences, or that copies pages while later steps
         are in flight.
@@ -80,8 +80,8 @@ class CacheManager(Protocol):
         Idempotent. Raises StateError if it is closed, in a batch or in a step."""
 
     def resume(self, sequence: Sequence) -> int:
-        """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than before;
-        the known ones after them have to be computed again. Raises StateError as ``suspend`` does."""
+        """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than
+        before; the known ones after them have to be computed again. Raises StateError as ``suspend`` does."""
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         """Forget the tokens from position ``length`` on. Returns the computed tokens: ``length``, or fewer where some

@@ -43,15 +43,18 @@ def lost_pages(layout: Layout, step: Step, tables: Tables) -> list[IntArray]:
 
 
 def _written(layout: Layout, step: Step, group: int, table: IntArray) -> IntArray:
-    """Pages of a group that the step writes to from their beginning. Where it goes on writing behind rows that are
-    there, those stay."""
+    """Pages of a group whose rows the step may overwrite. Where it goes on writing behind rows that are there, those
+    stay, but for states and rings."""
     exact, block = layout.groups[group].exact, layout.block_tokens
+    ring = bool(layout.groups[group].retention.ring)
     rows = [step.copies[group][:, 1], *(each[group] for each in (step.fresh,) if each)]
     if step.saves:
         rows.append(step.saves[group][:, 1])
     starts = step.lengths - step.query_lengths
     for slot, start, end in zip(step.slots.tolist(), starts.tolist(), step.lengths.tolist()):
         first, last = (0, 1 + end - start) if exact else (-(-start // block), -(-end // block))
+        if ring:
+            first = start // block
         rows.append(present(table[slot, first:last]))
     return np.concatenate(rows)
 

@@ -20,6 +20,7 @@ MIXES = {
     "wide history+window": (History(), History(), History(), Window(9)),
     "history+sinks+window": (History(), Window(7, sinks=3), Window(4)),
     "history+window+state": (History(), Window(6), State()),
+    "history+ring": (History(), Window(2, ring=3)),
 }
 
 
@@ -28,7 +29,10 @@ MIXES = {
 @pytest.mark.parametrize("seed", range(4))
 def test_every_read_is_clean_and_every_page_is_accounted_for(mix: str, block: int, seed: int) -> None:
     rng = np.random.default_rng([seed, block, len(mix)])
-    spec = make_spec(block, *MIXES[mix], vocab_size=4)
+    retentions = MIXES[mix]
+    if mix == "history+ring" and block < 3:
+        retentions = (History(), Window(1, ring=1))
+    spec = make_spec(block, *retentions, vocab_size=4)
     policy = RestorePolicy(every_blocks=2) if seed == 1 else RestorePolicy()
     layout = make_layout(spec, int(rng.integers(40, 90)) * len(MIXES[mix]) // block)
     manager = PagedCacheManager(layout, policy, backoff_tokens=2 if seed == 2 else 0)
@@ -103,7 +107,8 @@ class Traffic:
                 continue
             drafts = 0
             if left == 1 and self.rng.random() < 0.5:
-                drafts = int(self.rng.integers(0, 4))
+                most = self.manager.layout.most_drafts
+                drafts = int(self.rng.integers(0, 4 if most is None else most + 1))
             end = sequence.scheduled + int(self.rng.integers(1, left + 1))
             if self.rng.random() < 0.8:
                 end = sequence.next_end(end)
@@ -130,9 +135,11 @@ class Traffic:
         if self.rng.random() < 0.1:
             self.manager.cancel(step, ran=False)
             return
-        accepted = [
-            int(self.rng.integers(0, run.query_tokens + 1)) if run.drafts else run.new_tokens for run in plan.runs
-        ]
+        most = self.manager.layout.most_drafts
+        accepted = []
+        for run in plan.runs:
+            least = 0 if most is None else run.query_tokens - most
+            accepted.append(int(self.rng.integers(least, run.query_tokens + 1)) if run.drafts else run.new_tokens)
         everyone = [1] * (len(sequences) - len(accepted)) + accepted
         self.values.run(step, sequences, self.texts, everyone)
         if self.rng.random() < 0.05 and not self.flights:

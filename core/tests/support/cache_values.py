@@ -48,16 +48,26 @@ def fold(tokens: np.ndarray, scope: Scope) -> np.ndarray:
 class Values:
     """Plays the owner of the memory: runs copies, writes rows, checks every row a query may read."""
 
+    junk = JUNK
+
     def __init__(self, manager: PagedCacheManager) -> None:
         self.manager = manager
         self.layout = manager.layout
-        # One memory for all groups, as on a device: a page that two groups use at once cannot go unnoticed.
-        self.memory = np.full(self.layout.arena_bytes // 8, JUNK, np.int64)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """One memory for all groups, as on a device: a page that two groups use at once cannot go unnoticed."""
+        memory = np.full(self.layout.arena_bytes // 8, JUNK, np.int64)
+        #: Per group, whole pages and the part of them that has one value per row.
+        self.whole = [
+            memory[: len(memory) // (g.page_bytes // 8) * (g.page_bytes // 8)].reshape(-1, g.page_bytes // 8)
+            for g in self.layout.groups
+        ]
         self.pages = []
-        for group in self.layout.groups:
-            rows = 1 if group.exact else self.layout.block_tokens
-            assert rows * 8 <= group.content_bytes, "rows of this spec are too narrow for a value"
-            self.pages.append(self.memory.reshape(-1, group.page_bytes // 8)[:, :rows])
+        for group, pages in zip(self.layout.groups, self.whole):
+            rows = 1 if group.exact else group.retention.ring or self.layout.block_tokens
+            assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
+            self.pages.append(pages[:, :rows])
 
     def poison(self, copies=()) -> None:
         """Overwrite every page that nobody holds or can find, and the reserved ones. Sources of the step's ``copies``
@@ -65,11 +75,11 @@ class Values:
         kept = []
         for group, pairs in enumerate(copies):
             sources = np.intersect1d(pairs[:, 0], self.manager.free_pages(group))
-            kept.append((sources, self.pages[group][sources]))
-        for group, pages in enumerate(self.pages):
-            pages[self.manager.free_pages(group)] = JUNK
-            pages[0] = JUNK
-        for pages, (sources, content) in zip(self.pages, kept):
+            kept.append((sources, self.whole[group][sources]))
+        for group, pages in enumerate(self.whole):
+            pages[self.manager.free_pages(group)] = self.junk
+            pages[0] = self.junk
+        for pages, (sources, content) in zip(self.whole, kept):
             pages[sources] = content
 
     def run(self, step: Step, sequences: list, tokens: dict, accepted: list[int] | None = None) -> None:
@@ -90,7 +100,9 @@ class Values:
             written[end - count + kept :] = JUNK - 1
             for group in self.layout.groups:
                 table = step.tables[group.index][step.slots[row]]
-                if group.exact:
+                if group.retention.ring:
+                    self._turn_ring(group, table, end - count, truth, written)
+                elif group.exact:
                     start = end - count
                     before = int(truth[start - 1]) if start else 0
                     self._advance(
@@ -105,10 +117,9 @@ class Values:
     def _copy(self, copies) -> None:
         for pairs in copies:
             assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
-        # Whole pages, and every source of every group before any destination.
-        whole = [self.memory.reshape(-1, group.page_bytes // 8) for group in self.layout.groups]
-        contents = [pages[pairs[:, 0]] for pages, pairs in zip(whole, copies)]
-        for pages, pairs, content in zip(whole, copies, contents):
+        # Every source of every group before any destination.
+        contents = [pages[pairs[:, 0]] for pages, pairs in zip(self.whole, copies)]
+        for pages, pairs, content in zip(self.whole, copies, contents):
             pages[pairs[:, 1]] = content
 
     def _write(self, group, table, start: int, values: np.ndarray) -> None:
@@ -116,6 +127,16 @@ class Values:
         pages = table[positions // self.layout.block_tokens]
         assert (pages > 0).all(), f"{group.name}: no page to write positions {start}.."
         self.pages[group.index][pages, positions % self.layout.block_tokens] = values[start:]
+
+    def _turn_ring(self, group, table, start: int, truth: np.ndarray, written: np.ndarray) -> None:
+        """The step's own rows come from its inputs; what is read from pages are the window's rows before them."""
+        block, ring, pages = self.layout.block_tokens, group.retention.ring, self.pages[group.index]
+        for position in range(max(0, start - group.retention.tokens + 1), start):
+            found = pages[table[position // block], position % ring]
+            assert found == truth[position], f"{group.name}: the ring has lost position {position}"
+        for position in range(start, len(written)):
+            assert table[position // block] > 0, f"{group.name}: no page to write position {position}"
+            pages[table[position // block], position % ring] = written[position]
 
     def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
         """A state is the fold over all tokens so far, and nothing before the first one."""

@@ -14,7 +14,7 @@ from kvist.spec import Scope, Spans
 from kvist.step import NO_PAGE, IntArray
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Match:
     """What a prompt can reuse.
 
@@ -71,6 +71,9 @@ def find(
     settled = False
     while not settled and length:
         settled = True
+        if layout.has_rings and length != open_end:
+            # Inside a block the ring holds later rows already.
+            length -= length % block
         for group in sparse:
             if group.exact:
                 fitting = _last_snapshot(pages[group.index], length, block, open_end)
