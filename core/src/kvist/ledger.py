@@ -31,6 +31,7 @@ class Ledger:
         self.layout = layout
         self.arena = Arena(layout)
         self.sparse = [group.sparse for group in layout.groups]
+        self._dense = [group.index for group in layout.groups if not group.sparse]
         counts = [layout.arena_bytes // group.page_bytes if group.sparse else 0 for group in layout.groups]
         self.leases = [np.zeros(count, np.int32) for count in counts]
         self.published: list[npt.NDArray[np.bool_]] = [np.zeros(count, np.bool_) for count in counts]
@@ -105,10 +106,11 @@ class Ledger:
     def note_peaks(self, idle_blocks: int) -> None:
         """Remember how many pages of dense groups are held, if it is more than ever. Call before they are given up,
         which is when the number is highest."""
-        for group, sparse in enumerate(self.sparse):
-            held = self.arena.taken_count[group] - (self.cached[group] if sparse else idle_blocks)
-            if held > self.held_peak[group]:
-                self.held_peak[group] = held
+        taken, peaks = self.arena.taken_count, self.held_peak
+        for group in self._dense:
+            held = taken[group] - idle_blocks
+            if held > peaks[group]:
+                peaks[group] = held
 
     def free_count(self, group: int) -> int:
         """Pages the group could take now without evicting, slabs that no group owns included."""

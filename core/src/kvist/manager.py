@@ -155,8 +155,11 @@ class PagedCacheManager:
         runs, decode = plan.runs, plan.decode
         if runs or accepted is not None:
             kept = accepted_counts(runs, accepted, overwrites=self._overwrites, most_drafts=self.layout.most_drafts)
-            if any(run.sequence.flights[0] != step.id for run in runs):
-                raise StateError(f"step {step.id} is not the oldest of its sequences", hint="complete steps in order")
+            for run in runs:
+                if run.sequence.flights[0] != step.id:
+                    raise StateError(
+                        f"step {step.id} is not the oldest of its sequences", hint="complete steps in order"
+                    )
         if decode is not None:
             if plan.tick != decode.ticks:
                 raise StateError(f"step {step.id} is not the oldest of its batch", hint="complete steps in order")
