@@ -374,9 +374,11 @@ class PagedCacheManager:
         states = sum(self._states.missing(run) for run in runs)
         rows = decode.at_boundary(decode.started + 1) if decode is not None else ()
         snapshots = self._states.due(runs, rows)
-        eviction: Eviction = NOTHING
-        shortages: tuple[Shortage, ...] = ()
+        eviction: Eviction
+        shortages: tuple[Shortage, ...]
         for kept in (snapshots, []):
+            # What the snapshots lacked is not lacking without them.
+            eviction, shortages = NOTHING, ()
             count = states + len(kept)
             if not blocks and not count:
                 needed = self._nothing_needed
