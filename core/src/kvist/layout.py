@@ -270,9 +270,10 @@ class Layout:
         known = sorted({part.stream.name for _, part in parts if part.layer_id == layer_id})
         raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
 
-    def fits(self, length: int) -> bool:
-        """Could a sequence of ``length`` tokens run if it had the whole arena?"""
-        return self._slabs_for(length) < self.slab_count
+    def fits(self, length: int, spare_pages: int = 0) -> bool:
+        """Could a sequence of ``length`` tokens run, token by token, if it had the whole arena, with so many pages more
+        in each group?"""
+        return self._slabs_for(length, spare_pages) < self.slab_count
 
     def require_fit(self, length: int) -> None:
         """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
@@ -307,9 +308,9 @@ class Layout:
                 break
         return most
 
-    def _slabs_for(self, length: int) -> int:
+    def _slabs_for(self, length: int, spare_pages: int = 0) -> int:
         return sum(
-            max(floor, ceil_div(self._most_pages(group, length), self.slab_bytes // group.page_bytes))
+            max(floor, ceil_div(self._most_pages(group, length) + spare_pages, self.slab_bytes // group.page_bytes))
             for group, floor in zip(self.groups, self.floor_slabs)
         )
 

@@ -75,7 +75,7 @@ class PagedCacheManager:
         self._closing: list[Sequence] = []
         #: Sequences whose states a cancelled step may have overwritten, and that are in older steps still.
         self._spoiled: list[Sequence] = []
-        #: Longest sequence that is known to fit the whole arena.
+        #: Longest sequence that is known to fit the whole arena, with a page per group to start from.
         self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
@@ -351,10 +351,10 @@ class PagedCacheManager:
 
     def _match(self, prompt: IntArray, scope: Scope, limit: int) -> Match:
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
-        spare = len(prompt) + self._block
-        if spare > self._fits_up_to and self.layout.fits(spare):
-            self._fits_up_to = spare
-        whole_blocks = spare > self._fits_up_to
+        length = len(prompt)
+        if length > self._fits_up_to and self.layout.fits(length, spare_pages=1):
+            self._fits_up_to = length
+        whole_blocks = length > self._fits_up_to
         if whole_blocks and self._has_states:
             # The same holds for a state and the snapshot that it starts from.
             limit = 0
