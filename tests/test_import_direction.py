@@ -16,6 +16,8 @@ CORE = ROOT / "core" / "src"
 ORDER = [
     {"errors"},
     {"spec"},
+    {"slabs"},
+    {"budget"},
     {"layout"},
     {"step"},
     {"keys"},
@@ -32,6 +34,7 @@ ORDER = [
     {"plan"},
     {"states"},
     {"owed"},
+    {"defrag", "lost"},
     {"commit"},
     {"audit"},
     {"contract"},

@@ -14,13 +14,9 @@ from typing import Protocol
 import attrs
 
 from kvist.errors import CapacityError, SpecError
+from kvist.slabs import align, choose_slab
 from kvist.spec import CacheSpec, Layer, Retention, Stream, ceil_div
 
-#: Pages start at multiples of this many bytes: a cache line, and a multiple of every element size.
-PAGE_ALIGNMENT = 64
-#: A slab of a multi-group arena aims at this part of the arena, within the bounds below.
-_SLABS_PER_ARENA = 128
-_SLAB_BYTES_MAX = 32 << 20
 #: Sequences keep what they would need after taking back this many tokens: the same prompt sent again reuses all but its
 #: last token.
 KEPT_ROLLBACK = 1
@@ -142,8 +138,8 @@ class Layout:
         if len({each.block_tokens for each in specs}) > 1:
             raise SpecError(f"domains differ in block_tokens: {[each.block_tokens for each in specs]}")
         contents = [(each.domain, *content) for each in specs for content in _contents(each, arrangement)]
-        sizes = [_align(size) for *_, size in contents]
-        slab_bytes, page_bytes = _choose_slab(sizes, memory_bytes)
+        sizes = [align(size) for *_, size in contents]
+        slab_bytes, page_bytes = choose_slab(sizes, memory_bytes)
         groups = tuple(
             Group(
                 index,
@@ -364,44 +360,3 @@ def _is_sparse(retention: Retention, block_tokens: int) -> bool:
     if retention.exact:
         return True
     return not retention.ring and bool(retention.droppable(_FAR, 0, block_tokens))
-
-
-def _align(size: int) -> int:
-    return ceil_div(size, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-
-
-def _choose_slab(sizes: Sequence[int], memory_bytes: int) -> tuple[int, list[int]]:
-    """Slab bytes and padded page bytes that leave the largest part of the memory usable; of equals the smallest slab.
-
-    Lost are the reserved slab, what is left over at the end, and the padding of the worst group.
-    """
-    largest = max(sizes)
-    if len(set(sizes)) == 1:
-        # Every group has the same page: a slab of one page splits the arena without waste.
-        return largest, list(sizes)
-    # Small slabs lose little to the reserved one, slabs of the target size little to padding. Trying all in between
-    # takes a quarter of a second where pages are tiny.
-    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest
-    candidates = {largest * count for first in (1, target) for count in range(first, first + 64)}
-    exact = math.lcm(*sizes)
-    candidates.update(exact * count for count in (1, 2, 3, 4) if exact * count <= _SLAB_BYTES_MAX)
-    best = (-1.0, largest, [_padded(size, largest) for size in sizes])
-    for slab in sorted(candidates):
-        slab_count = memory_bytes // slab
-        if slab_count <= len(sizes):
-            continue
-        pages = [_padded(size, slab) for size in sizes]
-        filled = min(size / page for size, page in zip(sizes, pages, strict=True))
-        usable = (slab_count - 1) * slab * filled / memory_bytes
-        if usable > best[0] + 1e-9:
-            best = (usable, slab, pages)
-    return best[1], best[2]
-
-
-def _padded(size: int, slab_bytes: int) -> int:
-    """The smallest aligned divisor of ``slab_bytes`` that is at least ``size``."""
-    units = slab_bytes // PAGE_ALIGNMENT
-    count = slab_bytes // size
-    while units % count:
-        count -= 1
-    return slab_bytes // count
