@@ -13,8 +13,8 @@ from kvist.spec import CacheSpec
 
 
 def block_bytes(spec: CacheSpec) -> int:
-    """Bytes that a block of ``spec.block_tokens`` tokens adds to a sequence, states not counted: what one model's tokens
-    cost beside another's. Windows count in full, though a long sequence keeps its last blocks of them only."""
+    """Bytes that a block of ``spec.block_tokens`` tokens adds to a sequence, states not counted: what the tokens of one
+    model cost beside another's. Windows count in full, though a long sequence keeps its last blocks of them only."""
     return sum(
         spec.block_tokens // stream.tokens_per_row * stream.row.row_bytes
         for layer in spec.layers

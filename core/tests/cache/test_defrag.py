@@ -17,8 +17,8 @@ from kvist.spec import History, Retention, State, Window
 
 
 def engine_of(slabs: int, widths: tuple[int, ...], *retentions: Retention, **options: object) -> Engine:
-    """Blocks of 4 tokens, pages of ``32 * width`` bytes (states ``8 * width``), ``slabs`` slabs beside the reserved one,
-    each as large as the largest page."""
+    """Blocks of 4 tokens, pages of ``32 * width`` bytes (states ``8 * width``), ``slabs`` slabs beside the reserved
+    one, each as large as the largest page."""
     spec = make_spec(4, *retentions, widths=widths)
     largest = max(group.page_bytes for group in Layout.build(spec, 1 << 24).groups)
     layout = Layout.build(spec, (slabs + 1) * largest)
@@ -266,7 +266,7 @@ def test_a_large_copy_gives_way_to_eviction_where_that_is_enough() -> None:
         engine.turn(*range(100 * n, 100 * n + 4 * (1 + n % 5)))
     assert moved(engine) == [0, 0]
     # When nothing else helps, the limit does not count.
-    engine, kept = crowded()
+    engine, _ = crowded()
     engine.manager._defragmenter._limit_bytes = 0
     sequence = engine.open(range(100, 131))
     engine.prefill(sequence, chunk=4)

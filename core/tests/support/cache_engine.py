@@ -161,7 +161,7 @@ class Engine:
         groups = self.manager.stats().groups
         if len(groups) == 1:
             assert groups[0].free + groups[0].cached + groups[0].held == groups[0].capacity
-        elif len({group.page_bytes for group in groups}) == 1:
+        elif len({group.page_bytes for group in groups}) == 1 and not any(self.manager.layout.floors):
             used = sum(group.cached + group.held for group in groups)
             assert used + self._unused() == groups[0].capacity
 
