@@ -33,6 +33,7 @@ ORDER = [
     {"states"},
     {"owed"},
     {"commit"},
+    {"tiers"},
     {"audit"},
     {"contract"},
     {"manager"},

@@ -32,6 +32,7 @@ class Extent:
         "children",
         "holds",
         "key",
+        "keys",
         "last_used",
         "length",
         "order",
@@ -54,6 +55,8 @@ class Extent:
         self.order: list[bytes] = []
         #: Tokens of the first block, as the parent files them.
         self.key = order_key(run[:block_tokens])
+        #: Content keys of the first whole blocks, as far as somebody has needed them.
+        self.keys: list[bytes] = []
         self.last_used = 0
         self.alive = True
         #: Holders, and children that are held: an extent is *idle* when there are none. Who holds an extent holds all
@@ -116,6 +119,7 @@ class Extent:
                 self._pieces.append(_kept(piece[: len(piece) - excess]))
                 break
             excess -= len(piece)
+        del self.keys[block_count:]
         if 2 * block_count < self._pages.shape[1]:
             self._pages = self._pages[:, :block_count].copy()
         return removed
@@ -129,6 +133,7 @@ class Extent:
         upper.last_used = self.last_used
         upper.holds = 1 if self.holds else 0
         upper.stale = self.stale
+        upper.keys, self.keys = self.keys[:block_count], self.keys[block_count:]
         self.parent.children[upper.key] = upper
         self._pieces = [_kept(tokens[cut:])]
         self._pages = self._pages[:, block_count:blocks].copy()

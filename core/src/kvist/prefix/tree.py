@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 
 import attrs
@@ -58,6 +59,8 @@ class PrefixTree:
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
+        #: Where somebody wants to know of them: extents that became idle, each with the path to it.
+        self.idled: deque[Extent] | None = None
 
     def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
         """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
@@ -193,6 +196,8 @@ class PrefixTree:
                     self.offer(node)
             node = node.parent
             node.holds -= 1
+        if self.idled is not None and not extent.holds:
+            self.idled.append(extent)
         return removed
 
     def offer(self, extent: Extent) -> None:
@@ -284,3 +289,12 @@ class PrefixTree:
         latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
         self.candidates = [e for e in latest.values() if e[2].alive and not e[2].children and not e[2].holds]
         heapq.heapify(self.candidates)
+
+
+def scope_of(extent: Extent) -> Scope:
+    """The scope whose token runs an extent belongs to."""
+    node = extent
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, _Root)
+    return node.scope
