@@ -1,0 +1,125 @@
+"""Random traffic with tiers: copies finish in random order and some fail, and what a sequence reads is always its own."""
+
+from __future__ import annotations
+
+import shutil
+
+import attrs
+import numpy as np
+import pytest
+from cache_traffic import Traffic
+from tier_values import Cache
+
+from kvist.errors import CapacityError
+from kvist.restore import RestorePolicy
+from kvist.spec import History, State, Window
+
+MIXES = {
+    "history": (History(),),
+    "window": (Window(5),),
+    "state": (State(),),
+    "history+window": (History(), Window(6)),
+    "history+state": (History(), State()),
+    "history+sinks+window": (History(), Window(7, sinks=3), Window(4)),
+    "history+window+state": (History(), Window(6), State()),
+}
+#: Host pages as a part of the device's, and is there a disk?
+TIERS = {"host": (1.5, False), "small host": (0.3, False), "disk": (0.0, True), "both": (0.8, True)}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_read_is_clean_in_every_order_of_copies(mix: str, tiers: str, seed: int, tmp_path) -> None:
+    run(mix, tiers, seed, tmp_path / "disk")
+
+
+def run(mix: str, tiers: str, seed: int, folder) -> Cache:
+    rng = np.random.default_rng([seed, len(mix), len(tiers)])
+    share, disk = TIERS[tiers]
+    block = int(rng.choice([1, 3, 4]))
+    pages = int(rng.integers(40, 90)) * len(MIXES[mix]) // block
+    cache = Cache(
+        *MIXES[mix],
+        device_pages=pages,
+        host_pages=int(pages * share),
+        folder=folder if disk else None,
+        disk_blocks=int(rng.integers(5, 60)),
+        block=block,
+        pending_max=int(rng.choice([1, 3, 64])),
+        minimum_blocks=int(rng.choice([1, 1, 2])),
+        restore=RestorePolicy(every_blocks=2) if seed % 4 == 1 else None,
+        backoff_tokens=2 if seed % 4 == 2 else 0,
+        vocab_size=4,
+    )
+    cache.manager.shuffle_free_pages(rng)
+    traffic = TierTraffic(cache, rng)
+    for _ in range(250):
+        traffic.operate()
+        cache.manager.check()
+    while traffic.flights:
+        traffic.finish_oldest()
+    while traffic.pick() is not None:
+        traffic.finish()
+    cache.flush()
+    stats = cache.manager.stats()
+    assert all(group.held == 0 for group in stats.groups)
+    assert sum(tier.reused_tokens for tier in stats.tiers) <= stats.reused_tokens <= stats.prompt_tokens
+    assert sum(tier.resumed_tokens for tier in stats.tiers) <= stats.resumed_tokens
+    return cache
+
+
+class TierTraffic(Traffic):
+    """As without tiers, and copies run, fail and are taken in at random; some sequences load before they run."""
+
+    KINDS = (*Traffic.KINDS, "poll", "poll", "copy", "copy", "copy", "load", "load", "load")
+
+    def __init__(self, cache: Cache, rng: np.random.Generator) -> None:
+        super().__init__(cache.manager, rng, cache.values)
+        self.cache = cache
+        self.loads = 0
+
+    def can_run(self, sequence) -> bool:
+        return not sequence.loading
+
+    def copy(self) -> None:
+        queued = list(self.cache.copier.queued)
+        if queued:
+            ticket = queued[self.rng.integers(len(queued))]
+            if self.rng.random() < 0.15:
+                count = self.cache.copier.queued[ticket].block_count
+                self.cache.copier.fail(ticket, *set(self.rng.integers(0, count, 2).tolist()))
+            else:
+                self.cache.copier.run(ticket)
+            self.cache.poison_host()
+
+    def poll(self) -> None:
+        before = [(s, s.computed, s.loadable) for s in self.singles if s.loading]
+        self.cache.poll()
+        for sequence, computed, loadable in before:
+            assert computed <= sequence.computed <= loadable
+        stats = self.manager.stats()
+        for sequence in self.singles:
+            below = sequence.below
+            if below is not None and not sequence.started and not below.resumed:
+                assert below.host_tokens + below.disk_tokens <= sequence.reused
+        assert all(tier.used_bytes <= tier.capacity_bytes for tier in stats.tiers)
+
+    def load(self) -> None:
+        waiting = [s for s in self.singles if s.loadable > s.computed and not s.loading and not s.in_flight]
+        for sequence in waiting:
+            if sequence.batch is None and self.manager.load(sequence):
+                self.loads += 1
+                assert sequence.loading
+                self.manager.check()
+
+    def clear(self) -> None:
+        super().clear()
+        for text in self.past:
+            sequence = None
+            try:
+                sequence = self.manager.open(np.append(text, 0)[:40])
+            except CapacityError:
+                continue
+            assert sequence.loadable == 0
+            self.manager.close(sequence)
