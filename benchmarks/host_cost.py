@@ -187,8 +187,7 @@ def three_groups(contest: Contest, options: argparse.Namespace) -> list[Figure]:
     if requests is None:
         return missing(CONVERSATION, "host.prompt.three_groups")
     workload = Workload(as_slice(requests), POOL, CONCURRENCY, THREE_GROUPS, managers.RESTORE_TOKENS)
-    note = "" if "state" in THREE_GROUPS else "without the state, which this Kvist does not serve"
-    return times(contest, workload, 2 if options.quick else 5, {"prompt_us": "host.prompt.three_groups"}, note)
+    return times(contest, workload, 2 if options.quick else 5, {"prompt_us": "host.prompt.three_groups"})
 
 
 def agentic(contest: Contest, options: argparse.Namespace) -> list[Figure]:

@@ -25,15 +25,9 @@ from peers.setup import DEFAULT_FOLDER, DRIVER, python_of
 
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run, Sequence
-from kvist.publish import RestorePolicy
 from kvist.replay.sizes import MemorySize
-from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Stream, Window
-
-try:
-    from kvist.spec import State
-except ImportError:
-    #: This Kvist serves no recurrent state: the third group is left out, on both sides.
-    State = None
+from kvist.restore import RestorePolicy
+from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, State, Stream, Window
 
 BLOCK_TOKENS = 16
 WINDOW_TOKENS = 1024
@@ -43,7 +37,7 @@ PEER = "vLLM KVCacheManager"
 NO_PEER = "run benchmarks/peers/setup.py"
 
 ONE_GROUP = ("history",)
-THREE_GROUPS = ("history", "window", "state") if State is not None else ("history", "window")
+THREE_GROUPS = ("history", "window", "state")
 
 
 def layout(pool: str, groups: tuple[str, ...]) -> Layout:

@@ -98,7 +98,7 @@ class DecodeBatch:
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence; the rows after it move up. Steps in flight still advance it."""
-        if sequence.batch is not self or sequence not in self._wheel[self._spoke(sequence)]:
+        if sequence.batch is not self or sequence.has_left:
             raise StateError("leave() of a sequence that is not in this batch")
         self._wheel[self._spoke(sequence)].remove(sequence)
         row = self.sequences.index(sequence)
@@ -119,6 +119,11 @@ class DecodeBatch:
         """Rows whose length is a multiple of the block when ``tick`` steps are done: their next token opens a block."""
         return self._wheel[tick % self.block_tokens]
 
+    def rows_of(self, tick: int) -> list[Sequence]:
+        """Who is in the step committed after ``tick`` others, in no particular order: not those that joined since, but
+        those that left since."""
+        return [s for s in (*self.sequences, *self._leaving) if s.joined_tick <= tick < s.left_tick]
+
     def start(self, lengths: IntArray) -> None:
         """For the manager: a step is committed in which every row computes one token more."""
         self.started += 1
@@ -128,16 +133,14 @@ class DecodeBatch:
         """For the manager: the oldest step in flight is completed."""
         self.ticks += 1
         if self._leaving:
-            for sequence in self._leaving:
-                sequence.settle()
-            self._leaving = [sequence for sequence in self._leaving if sequence.batch is self]
+            self._settle()
 
     def withdraw(self) -> None:
         """For the manager: the newest step in flight will not run."""
         self.started -= 1
         for sequence in self._leaving:
             sequence.left_tick = min(sequence.left_tick, self.started)
-            sequence.settle()
+        self._settle()
         for sequence in self.sequences:
             # Whoever joined after it is not in it.
             sequence.joined_tick = min(sequence.joined_tick, self.started)
@@ -146,6 +149,12 @@ class DecodeBatch:
         for sequence in self.sequences:
             self._wheel[self._spoke(sequence)].append(sequence)
         self._show(len(self.sequences), np.array([each.scheduled for each in self.sequences], np.int32))
+
+    def _settle(self) -> None:
+        """Let go of the rows that left and are in no step of this batch any more; they may join again."""
+        for sequence in self._leaving:
+            sequence.settle()
+        self._leaving = [sequence for sequence in self._leaving if sequence.batch is self]
 
     def _spoke(self, sequence: Sequence) -> int:
         return (self.started - sequence.scheduled) % self.block_tokens

@@ -130,7 +130,7 @@ class Claims:
     def forget(self) -> list[int]:
         """Empty the prefix tree of all that nobody holds, and hide the rest. Returns the freed pages per group."""
         removed, kept = self._tree.forget()
-        before = [self._ledger.arena.free_count[group] for group in range(len(self._ledger.sparse))]
+        before = list(self._ledger.arena.taken_count)
         self._released(removed)
         for extent in kept:
             for group, sparse in enumerate(self._ledger.sparse):
@@ -138,7 +138,7 @@ class Claims:
                     row = extent.pages[group]
                     self._ledger.unpublish(group, present(row))
                     row[:] = NO_PAGE
-        return [now - then for now, then in zip(self._ledger.arena.free_count, before)]
+        return [then - now for now, then in zip(self._ledger.arena.taken_count, before)]
 
     def _released(self, removed: list[IntArray]) -> None:
         for pages in removed:

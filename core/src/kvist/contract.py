@@ -60,14 +60,15 @@ class CacheManager(Protocol):
         """The step's rows are written: advance lengths, publish, drop what is no longer read.
 
         accepted: tokens that stay, for each run in row order (``decode`` rows always keep their one); ``None`` keeps
-        ``new_tokens`` of each run and no draft. Where a group keeps states, a run without drafts keeps all.
+        ``new_tokens`` of each run and no draft. Where a group keeps states or rings, a run without drafts keeps all.
         """
 
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         """The step will not run or failed: its sequences are as before, but keep the pages they got.
 
-        ran: may anything of the step have been executed? States can then be overwritten, so where a group keeps states
-        the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore point.
+        ran: may anything of the step have been executed? States and rings can then be overwritten, so where a group
+        has them the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore
+        point.
         """
 
     def suspend(self, sequence: Sequence) -> None:

@@ -14,13 +14,8 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.step import NO_PAGE, IntArray, present
 
-
-@attrs.frozen(eq=False)
-class Victim:
-    """A leaf extent that keeps its first ``keep_blocks`` blocks; 0 removes it."""
-
-    extent: Extent
-    keep_blocks: int
+#: A leaf extent, and how many of its first blocks it keeps; 0 removes it.
+Victim = tuple[Extent, int]
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +83,7 @@ def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Evi
         # Not all of what lies ahead could be had: what is lacking without it?
         short = arena.shortage(needed, freed)
         if any(short) and any(ledger.sparse):
-            gaps = _choose_gaps(tree, ledger, needed, {id(v.extent): v.keep_blocks for v in queue.victims}, freed)
+            gaps = _choose_gaps(tree, ledger, needed, {id(extent): keep for extent, keep in queue.victims}, freed)
             short = arena.shortage(needed, freed)
     return queue.eviction(gaps), short
 
@@ -133,7 +128,7 @@ class _Queue:
 
     def cut(self, extent: Extent, keep_blocks: int) -> None:
         """Note a victim."""
-        self.victims.append(Victim(extent, keep_blocks))
+        self.victims.append((extent, keep_blocks))
         parent = extent.parent
         if not keep_blocks and parent is not None and parent.parent is not None and not parent.holds:
             gone = self._gone.get(id(parent), 0) + 1
@@ -143,7 +138,7 @@ class _Queue:
 
     def eviction(self, gaps: Sequence[Gap]) -> Eviction:
         """What was chosen. Until it is carried out, the leaves looked at stay candidates."""
-        looked_at = [victim.extent for victim in self.victims]
+        looked_at = [extent for extent, _ in self.victims]
         if self._leaf is not None:
             looked_at.append(self._leaf)
         self._tree.set_aside = looked_at
@@ -158,8 +153,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
         tree.set_aside = []
         if eviction.spare is not None:
             tree.offer(eviction.spare)
-    for victim in eviction.victims:
-        removed = tree.truncate(victim.extent, victim.keep_blocks)
+    for extent, keep_blocks in eviction.victims:
+        removed = tree.truncate(extent, keep_blocks)
         for group, row in enumerate(removed):
             pages = present(row) if ledger.sparse[group] else row
             ledger.unpublish(group, pages)

@@ -14,7 +14,7 @@ from typing import Protocol
 import attrs
 
 from kvist.errors import CapacityError, SpecError
-from kvist.spec import CacheSpec, Retention, Stream, ceil_div
+from kvist.spec import CacheSpec, Layer, Retention, Stream, ceil_div
 
 #: Pages start at multiples of this many bytes: a cache line, and a multiple of every element size.
 PAGE_ALIGNMENT = 64
@@ -141,7 +141,7 @@ class Layout:
                 size,
                 page,
                 retention.exact,
-                retention.exact or bool(retention.droppable(_FAR, 0, spec.block_tokens)),
+                _is_sparse(retention, spec.block_tokens),
             )
             for index, ((domain, retention, parts, size), page) in enumerate(zip(contents, page_bytes, strict=True))
         )
@@ -161,6 +161,17 @@ class Layout:
     def padding_fraction(self) -> float:
         """Share of a slab lost to padding, for the worst group."""
         return max(1 - group.content_bytes / group.page_bytes for group in self.groups)
+
+    @cached_property
+    def has_rings(self) -> bool:
+        """Does any group keep only the last rows of a block, so that others can resume at block ends only?"""
+        return any(group.retention.ring for group in self.groups)
+
+    @cached_property
+    def most_drafts(self) -> int | None:
+        """Drafts per step and sequence that every group can take back, ``None`` for any number."""
+        limits = [group.retention.most_drafts for group in self.groups]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @cached_property
     def has_states(self) -> bool:
@@ -212,7 +223,7 @@ class Layout:
         if group.exact:
             return 1
         block, droppable = self.block_tokens, group.retention.droppable
-        if not droppable(length, KEPT_ROLLBACK, block):
+        if not group.sparse or not droppable(length, KEPT_ROLLBACK, block):
             return ceil_div(length, block)
         most, far_enough = 0, length
         for first in range(0, length, block):
@@ -245,7 +256,7 @@ def _contents(spec: CacheSpec, arrangement: PageLayout) -> list[tuple[Retention,
     ends: dict[Retention, int] = {}
     for layer in spec.layers:
         for stream in layer.streams:
-            row_count = 1 if stream.retention.exact else spec.block_tokens // stream.tokens_per_row
+            row_count = _row_count(spec, layer, stream)
             byte_count = arrangement.part_bytes(stream, row_count)
             if byte_count < row_count * stream.row.row_bytes:
                 raise SpecError(
@@ -257,6 +268,28 @@ def _contents(spec: CacheSpec, arrangement: PageLayout) -> list[tuple[Retention,
             grouped.setdefault(stream.retention, []).append(Part(layer.id, stream, offset, byte_count, row_count))
             ends[stream.retention] = offset + byte_count
     return [(retention, tuple(parts), ends[retention]) for retention, parts in grouped.items()]
+
+
+def _row_count(spec: CacheSpec, layer: Layer, stream: Stream) -> int:
+    """Rows of a stream in one page."""
+    ring = stream.retention.ring
+    if stream.retention.exact:
+        return 1
+    if not ring:
+        return spec.block_tokens // stream.tokens_per_row
+    if ring > spec.block_tokens or ring % stream.tokens_per_row:
+        raise SpecError(
+            f"layer {layer.id} stream {stream.name!r}: a ring of {ring} tokens does not fit blocks of "
+            f"{spec.block_tokens} tokens with {stream.tokens_per_row} token(s) per row",
+            hint="leave the ring out: whole blocks are as small",
+        )
+    return ring // stream.tokens_per_row
+
+
+def _is_sparse(retention: Retention, block_tokens: int) -> bool:
+    if retention.exact:
+        return True
+    return not retention.ring and bool(retention.droppable(_FAR, 0, block_tokens))
 
 
 def _align(size: int) -> int:

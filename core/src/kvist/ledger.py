@@ -31,6 +31,7 @@ class Ledger:
         self.layout = layout
         self.arena = Arena(layout)
         self.sparse = [group.sparse for group in layout.groups]
+        self._dense = [group.index for group in layout.groups if not group.sparse]
         counts = [layout.arena_bytes // group.page_bytes if group.sparse else 0 for group in layout.groups]
         self.leases = [np.zeros(count, np.int32) for count in counts]
         self.published: list[npt.NDArray[np.bool_]] = [np.zeros(count, np.bool_) for count in counts]
@@ -65,6 +66,9 @@ class Ledger:
         if not self.sparse[group]:
             self.arena.give(group, pages)
             return
+        held = self.arena.taken_count[group] - self.cached[group]
+        if held > self.held_peak[group]:
+            self.held_peak[group] = held
         column, ids = self.leases[group], pages.astype(np.intp)
         after = column.take(ids)
         after -= 1
@@ -97,15 +101,16 @@ class Ledger:
 
     def held_count(self, group: int, idle_blocks: int) -> int:
         """Pages somebody holds; ``idle_blocks``: of the prefix tree."""
-        return self.arena.taken_count(group) - (self.cached[group] if self.sparse[group] else idle_blocks)
+        return self.arena.taken_count[group] - (self.cached[group] if self.sparse[group] else idle_blocks)
 
     def note_peaks(self, idle_blocks: int) -> None:
-        """Remember how many pages are held, if it is more than ever. Call before pages are given up, which is when
-        the number is highest."""
-        for group, peak in enumerate(self.held_peak):
-            held = self.held_count(group, idle_blocks)
-            if held > peak:
-                self.held_peak[group] = held
+        """Remember how many pages of dense groups are held, if it is more than ever. Call before they are given up,
+        which is when the number is highest."""
+        taken, peaks = self.arena.taken_count, self.held_peak
+        for group in self._dense:
+            held = taken[group] - idle_blocks
+            if held > peaks[group]:
+                peaks[group] = held
 
     def free_count(self, group: int) -> int:
         """Pages the group could take now without evicting, slabs that no group owns included."""
@@ -120,6 +125,7 @@ class Ledger:
         sparse groups with one entry per lease; published: every page in the prefix tree. Returns violated invariants
         in words."""
         faults = self.arena.check()
+        everywhere: list[IntArray] = []
         for group, column in enumerate(self.leases):
             name = self.layout.groups[group].name
             pages = published[group]
@@ -138,8 +144,13 @@ class Ledger:
             everything = np.concatenate([used, free])
             if len(np.unique(everything)) != len(everything):
                 faults.append(f"{name}: a page is free and in use")
-            if len(everything) != self.arena.owned_count[group]:
-                faults.append(f"{name}: {len(free)} free + {len(used)} used is not {self.arena.owned_count[group]}")
+            if len(used) != self.arena.taken_count[group]:
+                faults.append(f"{name}: {len(used)} pages are in use, {self.arena.taken_count[group]} are taken")
+            everywhere.append(used)
+        if self.arena.fungible:
+            pages = np.concatenate(everywhere)
+            if len(np.unique(pages)) != len(pages):
+                faults.append("two groups use one page")
         return faults
 
     def _column_faults(self, group: int, leased: IntArray, published: IntArray) -> list[str]:

@@ -79,7 +79,9 @@ class PagedCacheManager:
         self._claims = Claims(layout, self._tree, self._ledger, self._tables)
         self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
         self._states = States(layout, self._ledger, self._tables, policy)
-        self._has_states = bool(self._states.groups)
+        self._has_states = layout.has_states
+        #: Does a step overwrite what the one before has left?
+        self._overwrites = layout.has_states or layout.has_rings
         self._owed = Owed(len(layout.groups))
         self._nothing_needed = [0 for _ in layout.groups]
         self._committer = Committer(
@@ -88,6 +90,8 @@ class PagedCacheManager:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: dict[int, Plan] = {}
         self._closing: list[Sequence] = []
+        #: Sequences whose states a cancelled step may have overwritten, and that are in older steps still.
+        self._spoiled: list[Sequence] = []
         #: Longest sequence that is known to fit the whole arena.
         self._fits_up_to = 0
         self._epoch = 0
@@ -122,7 +126,7 @@ class PagedCacheManager:
                 self._lower.look(sequence, length - 1, resumed=False)
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
-                sequence.chunk_ends = points
+                sequence.chunk_ends = points if self._has_states else ()
                 # Resuming at the end takes the next turn, resuming before it takes the same prompt once more.
                 sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
         else:
@@ -139,7 +143,9 @@ class PagedCacheManager:
         return DecodeBatch(self._block, self.layout.spec.max_tokens, self._changed)
 
     def plan(self, runs: Iterable[Run] = (), decode: DecodeBatch | None = None) -> Plan:
-        ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens) if runs else _NO_RUNS
+        ordered = _NO_RUNS
+        if runs:
+            ordered = ordered_runs(runs, self._sequences, self.layout.spec.max_tokens, self.layout.most_drafts)
         block = self._block
         blocks = 0
         for run in ordered:
@@ -161,8 +167,9 @@ class PagedCacheManager:
         if not blocks:
             return Plan(decode, ordered, due, 0, self._nothing_needed, (), NOTHING, (), self._epoch, self._commit)
         needed = [blocks] * len(self._group_range)
-        eviction, shortages = NOTHING, ()
-        if min(self._ledger.arena.free_count) < blocks:
+        eviction: Eviction = NOTHING
+        shortages: tuple[Shortage, ...] = ()
+        if not self._ledger.arena.has(needed):
             eviction, shortages = self._make_room(needed)
         return Plan(decode, ordered, due, blocks, needed, (), eviction, shortages, self._epoch, self._commit)
 
@@ -170,9 +177,12 @@ class PagedCacheManager:
         plan = self._flight(step)
         runs, decode = plan.runs, plan.decode
         if runs or accepted is not None:
-            kept = accepted_counts(runs, accepted, exact=self._has_states)
-            if any(run.sequence.flights[0] != step.id for run in runs):
-                raise StateError(f"step {step.id} is not the oldest of its sequences", hint="complete steps in order")
+            kept = accepted_counts(runs, accepted, overwrites=self._overwrites, most_drafts=self.layout.most_drafts)
+            for run in runs:
+                if run.sequence.flights[0] != step.id:
+                    raise StateError(
+                        f"step {step.id} is not the oldest of its sequences", hint="complete steps in order"
+                    )
         if decode is not None:
             if plan.tick != decode.ticks:
                 raise StateError(f"step {step.id} is not the oldest of its batch", hint="complete steps in order")
@@ -201,8 +211,7 @@ class PagedCacheManager:
                 self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
                 if self._sparse:
                     self._drop(sequence)
-        if self._closing:
-            self._close_waiting()
+        self._end_waiting()
 
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         plan = self._flight(step)
@@ -213,7 +222,7 @@ class PagedCacheManager:
             raise StateError(f"step {step.id} is not the newest of its sequences", hint="cancel steps in reverse order")
         del self._in_flight[step.id]
         self._epoch += 1
-        rows = list(decode.sequences) if decode is not None else []
+        rows = decode.rows_of(plan.tick) if decode is not None else []
         if decode is not None:
             decode.withdraw()
         for run in plan.runs:
@@ -226,15 +235,15 @@ class PagedCacheManager:
             if pages is not None:
                 self._publisher.drop_snapshot(pages)
         self._owed.again(step)
-        if self._has_states and ran:
-            # Their states may be overwritten in part; rows of other groups are simply written again.
+        if self._overwrites and ran:
+            # Their states and rings may be overwritten in part; other rows are simply written again.
             for sequence in [*rows, *(run.sequence for run in plan.runs)]:
-                if sequence.batch is not None:
+                if sequence.batch is not None and not sequence.has_left:
                     sequence.batch.leave(sequence)
-                if not sequence.closing:
-                    self._park(sequence)
-        if self._closing:
-            self._close_waiting()
+                # Nothing more can be planned with it.
+                sequence.undecided = True
+                self._spoiled.append(sequence)
+        self._end_waiting()
 
     def close(self, sequence: Sequence) -> None:
         if sequence.closed:
@@ -414,9 +423,16 @@ class PagedCacheManager:
         states = sum(self._states.missing(run) for run in runs)
         rows = decode.at_boundary(decode.started + 1) if decode is not None else ()
         snapshots = self._states.due(runs, rows)
+        eviction: Eviction = NOTHING
+        shortages: tuple[Shortage, ...] = ()
         for kept in (snapshots, []):
             count = states + len(kept)
+            if not blocks and not count:
+                needed = self._nothing_needed
+                break
             needed = [count if group.exact else blocks for group in self.layout.groups]
+            if self._ledger.arena.has(needed):
+                break
             eviction, shortages = self._make_room(needed)
             if not shortages:
                 break
@@ -505,15 +521,20 @@ class PagedCacheManager:
         return True
 
     def _pages_in_use(self) -> list[SequenceOf[int]]:
-        """Per group the pages that steps in flight and the next one copy from or to: they are executed after their
-        commit, and a load would not wait for that."""
+        """Per group the pages whose bytes steps in flight and the next one copy from or to: they are executed after
+        their commit, and copies between tiers would not wait for that."""
         pages = self._owed.pages()
         for plan in self._in_flight.values():
             assert plan.step is not None
             for pairs in (plan.step.copies, plan.step.saves, plan.step.fresh):
                 for group, each in enumerate(pairs):
                     pages[group].extend(each.ravel().tolist())
-        return [sorted(set(each)) for each in pages]
+        sizes = [group.page_bytes for group in self.layout.groups]
+        ranges = [(page * size, (page + 1) * size) for each, size in zip(pages, sizes) for page in set(each)]
+        # A page that was given up may belong to another group by now.
+        return [
+            sorted({page for low, high in ranges for page in range(low // size, -(-high // size))}) for size in sizes
+        ]
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""
@@ -524,15 +545,25 @@ class PagedCacheManager:
                 row = table[low:high]
                 pages = row[row != NO_PAGE]
                 if len(pages):
-                    self._ledger.note_peaks(self._tree.idle_blocks)
                     self._ledger.release(group.index, pages)
                     row[:] = NO_PAGE
 
-    def _close_waiting(self) -> None:
-        waiting, self._closing = self._closing, []
-        for sequence in waiting:
-            sequence.closing = False
-            self.close(sequence)
+    def _end_waiting(self) -> None:
+        """Park and close what waited for the end of a step."""
+        if self._spoiled:
+            waiting, self._spoiled = self._spoiled, []
+            for sequence in waiting:
+                if sequence.in_flight:
+                    sequence.undecided = True
+                    self._spoiled.append(sequence)
+                elif not sequence.suspended:
+                    sequence.undecided = False
+                    self._park(sequence)
+        if self._closing:
+            waiting, self._closing = self._closing, []
+            for sequence in waiting:
+                sequence.closing = False
+                self.close(sequence)
 
     def _require_own(self, sequence: Sequence, call: str) -> None:
         if self._sequences.get(sequence.slot) is not sequence:

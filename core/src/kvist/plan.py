@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvist.step import Step
 
 
-@attrs.frozen(eq=False)
+# No slots: a frozen class with slots costs twice as much to make.
+@attrs.frozen(eq=False, slots=False)
 class Run:
     """Compute ``new_tokens`` more tokens of ``sequence`` and reserve room for ``drafts`` speculated ones after them."""
 
@@ -93,7 +94,9 @@ class Plan:
         return self._commit(self)
 
 
-def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens: int | None) -> list[Run]:
+def ordered_runs(
+    runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens: int | None, most_drafts: int | None
+) -> list[Run]:
     """Runs of one query token first, every one checked. ``known``: the manager's sequences by slot.
 
     Raises StateError and RequestError as ``plan`` promises, TypeError for counts that are not integers.
@@ -122,6 +125,11 @@ def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens:
                 f"Run(new_tokens={run.new_tokens}, drafts={run.drafts}) computes nothing",
                 hint="compute at least one new token, with zero or more drafts",
             )
+        if most_drafts is not None and run.drafts > most_drafts:
+            raise RequestError(
+                f"Run(drafts={run.drafts}): a window's ring can take back {most_drafts} at most",
+                hint="draft fewer tokens, or give the ring of the spec more room",
+            )
         end = sequence.scheduled + run.query_tokens
         if max_tokens is not None and end > max_tokens:
             raise RequestError(
@@ -131,9 +139,12 @@ def ordered_runs(runs: Iterable[Run], known: Mapping[int, Sequence], max_tokens:
     return sorted(ordered, key=lambda run: run.query_tokens > 1) if len(ordered) > 1 else ordered
 
 
-def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None, *, exact: bool) -> list[int]:
-    """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. ``exact``: there are states,
-    which a run without drafts overwrites. Raises StateError."""
+def accepted_counts(
+    runs: SequenceOf[Run], accepted: SequenceOf[int] | None, *, overwrites: bool, most_drafts: int | None
+) -> list[int]:
+    """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. ``overwrites``: there are states
+    or rings, which a run without drafts overwrites. ``most_drafts``: tokens that a ring can take back. Raises
+    StateError."""
     if accepted is None:
         return [run.new_tokens for run in runs]
     kept = [operator.index(count) for count in accepted]
@@ -142,10 +153,15 @@ def accepted_counts(runs: SequenceOf[Run], accepted: SequenceOf[int] | None, *, 
     for run, count in zip(runs, kept):
         if not 0 <= count <= run.query_tokens:
             raise StateError(f"complete() accepts {count} of {run.query_tokens} tokens")
-        if exact and not run.drafts and count != run.new_tokens:
+        if overwrites and not run.drafts and count != run.new_tokens:
             raise StateError(
                 f"complete() accepts {count} of {run.new_tokens} tokens, but the run had no drafts and its state is "
                 "overwritten",
                 hint="plan the tokens that may be rejected as drafts",
+            )
+        if most_drafts is not None and run.query_tokens - count > most_drafts:
+            raise StateError(
+                f"complete() accepts {count} of {run.query_tokens} tokens, and a window's ring can take back "
+                f"{most_drafts} at most"
             )
     return kept

@@ -45,7 +45,8 @@ class Publisher:
         if end > start:
             self._insert(sequence, start, end, switch)
         published = sequence.published
-        if self._windows and published > start:
+        if self._windows and (published > start or ended):
+            # An end at a block boundary was published before, and not known to be one.
             self._keep_windows(sequence, start, published, ended)
         if sequence.snapshots:
             self._file_snapshots(sequence, published)

@@ -52,6 +52,16 @@ class Retention(Protocol):
         """``False``: one page per block of rows. ``True``: one mutable page per sequence, whose snapshots are valid at
         exactly the token position they were taken at; a page then has one row of each stream."""
 
+    @property
+    def ring(self) -> int:
+        """0: a page has the rows of a whole block. Otherwise the rows of the last so many tokens of its block that are
+        written, the row of position ``p`` in slot ``p % ring``. Every block's page is then kept while the sequence
+        lives, because it is small, and others resume where a block ends."""
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Drafts per step that can be taken back without loss, ``None`` for any number."""
+
     def live(self, length: int, block_tokens: int) -> Spans:
         """Blocks among those below ``length`` that the query at ``length`` or any later one may read."""
 
@@ -74,6 +84,14 @@ class History:
     def exact(self) -> bool:
         return False
 
+    @property
+    def ring(self) -> int:
+        return 0
+
+    @property
+    def most_drafts(self) -> int | None:
+        return None
+
     def live(self, length: int, block_tokens: int) -> Spans:
         return ((0, ceil_div(length, block_tokens)),) if length else ()
 
@@ -84,26 +102,44 @@ class History:
         return ()
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Window:
     """The query at position ``p`` reads the first ``sinks`` tokens and positions ``p - tokens + 1 .. p``.
 
     tokens: window in tokens, the query's own position included, at least 1.
     sinks: leading tokens that never leave, 0 for none.
+    ring: keep only the rows of a block's last so many tokens, see :attr:`Retention.ring`; 0 keeps all. For windows
+        much shorter than a block, and backends that read the rows of the step's own tokens from its inputs. What it
+        has beyond ``tokens`` is room for drafts.
     """
 
     tokens: int = attrs.field()
     sinks: int = 0
+    ring: int = 0
 
     def __attrs_post_init__(self) -> None:
         if self.tokens < 1:
             raise SpecError(f"Window(tokens={self.tokens}): a window holds at least the query's own token")
         if self.sinks < 0:
             raise SpecError(f"Window(sinks={self.sinks}): the number of sink tokens cannot be negative")
+        if self.ring and (self.ring < self.tokens or self.sinks):
+            raise SpecError(
+                f"Window(tokens={self.tokens}, sinks={self.sinks}, ring={self.ring}): a ring holds at least the "
+                "window, and no sinks",
+                hint="make the ring as long as the window and the drafts of a step",
+            )
 
     @property
     def exact(self) -> bool:
         return False
+
+    def __repr__(self) -> str:
+        ring = f", ring={self.ring}" if self.ring else ""
+        return f"Window(tokens={self.tokens}, sinks={self.sinks}{ring})"
+
+    @property
+    def most_drafts(self) -> int | None:
+        return self.ring - self.tokens if self.ring else None
 
     def live(self, length: int, block_tokens: int) -> Spans:
         end = ceil_div(length, block_tokens)
@@ -137,6 +173,14 @@ class State:
     @property
     def exact(self) -> bool:
         return True
+
+    @property
+    def ring(self) -> int:
+        return 0
+
+    @property
+    def most_drafts(self) -> int | None:
+        return None
 
     def live(self, length: int, block_tokens: int) -> Spans:
         return ()

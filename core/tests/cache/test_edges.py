@@ -539,6 +539,8 @@ def test_a_retention_may_keep_more_than_it_requires() -> None:
         """Would like the last two blocks, and can do without them."""
 
         exact = False
+        ring = 0
+        most_drafts = None
 
         def live(self, length: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
             end = -(-length // block_tokens)
@@ -654,3 +656,20 @@ def test_a_ragged_prompt_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         manager_of(8).open([[1, 2], [3]])
     assert str(caught.value) == "token ids are a ragged list\nhint: give one flat list or array of ids"
+
+
+def test_rings_resume_where_blocks_end_and_take_back_few_drafts() -> None:
+    manager = manager_of(40, History(), Window(2, ring=3))
+    cached(manager, range(1, 15))
+    # 14 tokens: three whole blocks, and the open one that ended with its ring as it is.
+    assert [manager.probe(tokens(range(1, n), 99)) for n in (4, 5, 8, 12, 14, 15)] == [0, 4, 4, 8, 12, 14]
+    sequence = manager.open(tokens(range(1, 15), 99))
+    assert sequence.reused == 14
+    with pytest.raises(RequestError) as caught:
+        manager.plan([Run(sequence, 1, drafts=2)])
+    assert str(caught.value) == (
+        "Run(drafts=2): a window's ring can take back 1 at most\n"
+        "hint: draft fewer tokens, or give the ring of the spec more room"
+    )
+    manager.complete(manager.plan([Run(sequence, 1, drafts=1)]).commit(), [1])
+    manager.check()

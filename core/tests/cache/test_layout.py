@@ -7,7 +7,7 @@ import pytest
 
 from kvist.errors import CapacityError, SpecError
 from kvist.layout import Layout
-from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window
+from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
 
 
 def layer(number: int, heads: int, retention: object, **options: object) -> Layer:
@@ -107,3 +107,28 @@ def test_a_page_layout_that_is_too_small_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         Layout.build(CacheSpec((layer(0, 1, History()),), 16, "f"), 1 << 20, Thrifty())
     assert str(caught.value) == ("page layout 'thrifty' gives layer 0 stream 'k' 16 bytes for 16 rows of 128 bytes")
+
+
+def test_a_ring_costs_its_rows_only_and_is_kept_for_every_block() -> None:
+    row = RowFormat((4,), "float32")
+    streams = (Stream("k", row, History()), Stream("tail", row, Window(8, ring=12)))
+    layout = Layout.build(CacheSpec((Layer(0, streams),), 128, "test"), 1 << 20)
+    assert [group.content_bytes for group in layout.groups] == [128 * 16, 12 * 16]
+    assert [group.sparse for group in layout.groups] == [False, False]
+    assert layout.has_rings and layout.most_drafts == 4
+    with pytest.raises(SpecError) as caught:
+        Layout.build(CacheSpec((Layer(0, streams),), 8, "test"), 1 << 20)
+    assert str(caught.value) == (
+        "layer 0 stream 'tail': a ring of 12 tokens does not fit blocks of 8 tokens with 1 token(s) per row\n"
+        "hint: leave the ring out: whole blocks are as small"
+    )
+
+
+def test_a_state_has_one_row_of_each_stream_per_page() -> None:
+    streams = (
+        Stream("conv", RowFormat((3, 16), "float32"), State()),
+        Stream("ssm", RowFormat((8, 16), "float32"), State()),
+    )
+    layout = Layout.build(CacheSpec((Layer(0, streams),), 128, "test"), 1 << 20)
+    assert [part.row_count for part in layout.groups[0].parts] == [1, 1]
+    assert layout.groups[0].content_bytes == 3 * 16 * 4 + 8 * 16 * 4

@@ -592,6 +592,8 @@ def test_a_foreign_retention_needs_no_change_to_the_core() -> None:
         """Llama 4 style: a query reads its own chunk of 8 tokens only."""
 
         exact = False
+        ring = 0
+        most_drafts = None
 
         def live(self, length: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
             low, high = length // 8 * 8 // block_tokens, -(-length // block_tokens)

@@ -20,6 +20,7 @@ MIXES = {
     "wide history+window": (History(), History(), History(), Window(9)),
     "history+sinks+window": (History(), Window(7, sinks=3), Window(4)),
     "history+window+state": (History(), Window(6), State()),
+    "history+ring": (History(), Window(2, ring=3)),
 }
 
 
@@ -28,7 +29,10 @@ MIXES = {
 @pytest.mark.parametrize("seed", range(4))
 def test_every_read_is_clean_and_every_page_is_accounted_for(mix: str, block: int, seed: int) -> None:
     rng = np.random.default_rng([seed, block, len(mix)])
-    spec = make_spec(block, *MIXES[mix], vocab_size=4)
+    retentions = MIXES[mix]
+    if mix == "history+ring" and block < 3:
+        retentions = (History(), Window(1, ring=1))
+    spec = make_spec(block, *retentions, vocab_size=4)
     policy = RestorePolicy(every_blocks=2) if seed == 1 else RestorePolicy()
     layout = make_layout(spec, int(rng.integers(40, 90)) * len(MIXES[mix]) // block)
     manager = PagedCacheManager(layout, policy, backoff_tokens=2 if seed == 2 else 0)

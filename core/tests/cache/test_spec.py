@@ -124,3 +124,15 @@ def test_bad_specs_are_refused(make, text: str) -> None:
 
 def _stream(**options: object) -> Stream:
     return Stream("k", RowFormat((2, 8), "float32"), History(), **options)  # type: ignore[arg-type]
+
+
+def test_a_ring_holds_at_least_the_window_and_fits_a_block() -> None:
+    for ring, sinks in ((7, 0), (8, 1)):
+        with pytest.raises(SpecError) as caught:
+            Window(8, sinks, ring=ring)
+        assert str(caught.value) == (
+            f"Window(tokens=8, sinks={sinks}, ring={ring}): a ring holds at least the window, and no sinks\n"
+            "hint: make the ring as long as the window and the drafts of a step"
+        )
+    assert (Window(8).most_drafts, Window(8, ring=8).most_drafts, Window(8, ring=11).most_drafts) == (None, 0, 3)
+    assert repr(Window(8, ring=11)) == "Window(tokens=8, sinks=0, ring=11)"

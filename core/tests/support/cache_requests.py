@@ -14,11 +14,16 @@ DEFAULT = Scope()
 
 
 def manager_of(
-    pages: int, *retentions: Retention, restore: RestorePolicy | None = None, **options: object
+    pages: int,
+    *retentions: Retention,
+    restore: RestorePolicy | None = None,
+    block_tokens: int = P,
+    backoff_tokens: int = 0,
+    **options: object,
 ) -> PagedCacheManager:
     """A manager whose groups have equal pages, ``pages`` of them in all; full attention unless said otherwise."""
-    spec = make_spec(P, *(retentions or (History(),)), **options)
-    return PagedCacheManager(make_layout(spec, pages), restore)
+    spec = make_spec(block_tokens, *(retentions or (History(),)), **options)
+    return PagedCacheManager(make_layout(spec, pages), restore, backoff_tokens)
 
 
 def tokens(*parts: int | range) -> np.ndarray:

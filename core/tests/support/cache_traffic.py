@@ -63,6 +63,9 @@ class Traffic:
     def can_run(self, sequence) -> bool:
         return True
 
+    def may_fail(self, step) -> bool:
+        return True
+
     def step(self) -> None:
         runs = []
         for sequence in self.singles:
@@ -71,7 +74,8 @@ class Traffic:
                 continue
             drafts = 0
             if left == 1 and self.rng.random() < 0.5:
-                drafts = int(self.rng.integers(0, 4))
+                most = self.manager.layout.most_drafts
+                drafts = int(self.rng.integers(0, 4 if most is None else most + 1))
             end = sequence.scheduled + int(self.rng.integers(1, left + 1))
             if self.rng.random() < 0.8:
                 end = sequence.next_end(end)
@@ -98,12 +102,14 @@ class Traffic:
         if self.rng.random() < 0.1:
             self.manager.cancel(step, ran=False)
             return
-        accepted = [
-            int(self.rng.integers(0, run.query_tokens + 1)) if run.drafts else run.new_tokens for run in plan.runs
-        ]
+        most = self.manager.layout.most_drafts
+        accepted = []
+        for run in plan.runs:
+            least = 0 if most is None else run.query_tokens - most
+            accepted.append(int(self.rng.integers(least, run.query_tokens + 1)) if run.drafts else run.new_tokens)
         everyone = [1] * (len(sequences) - len(accepted)) + accepted
         self.values.run(step, sequences, self.texts, everyone)
-        if self.rng.random() < 0.05 and not self.flights:
+        if self.rng.random() < 0.05 and not self.flights and self.may_fail(step):
             # It failed on its way: states may be lost, and then their sequences have to be resumed.
             self.manager.cancel(step, ran=True)
             for sequence in sequences:

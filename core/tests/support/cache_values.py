@@ -74,7 +74,9 @@ class Values:
             written[end - count + kept :] = JUNK - 1
             for group in self.layout.groups:
                 table = step.tables[group.index][step.slots[row]]
-                if group.exact:
+                if group.retention.ring:
+                    self._turn_ring(group, table, end - count, truth, written)
+                elif group.exact:
                     start = end - count
                     before = int(truth[start - 1]) if start else 0
                     self._advance(
@@ -97,6 +99,16 @@ class Values:
         pages = table[positions // self.layout.block_tokens]
         assert (pages > 0).all(), f"{group.name}: no page to write positions {start}.."
         self.pages[group.index][pages, positions % self.layout.block_tokens] = values[start:]
+
+    def _turn_ring(self, group, table, start: int, truth: np.ndarray, written: np.ndarray) -> None:
+        """The step's own rows come from its inputs; what is read from pages are the window's rows before them."""
+        block, ring, pages = self.layout.block_tokens, group.retention.ring, self.pages[group.index]
+        for position in range(max(0, start - group.retention.tokens + 1), start):
+            found = pages[table[position // block], position % ring]
+            assert found == truth[position], f"{group.name}: the ring has lost position {position}"
+        for position in range(start, len(written)):
+            assert table[position // block] > 0, f"{group.name}: no page to write position {position}"
+            pages[table[position // block], position % ring] = written[position]
 
     def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
         """A state is the fold over all tokens so far, and nothing before the first one."""

@@ -84,7 +84,9 @@ class Cache:
         fingerprint: str = "test",
         vocab_size: int | None = None,
     ) -> None:
-        spec = attrs.evolve(make_spec(block, *(retentions or (History(),)), vocab_size=vocab_size), fingerprint=fingerprint)
+        spec = attrs.evolve(
+            make_spec(block, *(retentions or (History(),)), vocab_size=vocab_size), fingerprint=fingerprint
+        )
         self.layout: Layout = make_layout(spec, device_pages)
         self.mover = RowMover()
         self.copier = ManualCopier(self.mover, pending_max)

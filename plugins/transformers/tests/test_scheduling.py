@@ -14,7 +14,7 @@ from kvist_transformers.scheduling import Job, Scheduler
 
 def job(arrival, tokens, computed=None, scope=None):
     request = Request(tokens, scope=scope or Scope())
-    sequence = None if computed is None else SimpleNamespace(computed=computed)
+    sequence = None if computed is None else SimpleNamespace(computed=computed, next_end=lambda limit: limit)
     return Job(arrival, request, 0, request.tokens, sequence=sequence)
 
 

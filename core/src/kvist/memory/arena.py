@@ -7,6 +7,7 @@ times its page bytes is the byte offset in the arena, so ids stay below ``arena_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import le
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +22,22 @@ class Arena:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.pages_per_slab = [layout.slab_bytes // group.page_bytes for group in layout.groups]
+        #: One slab is one page of every group: any free page serves any group, so all groups have the same free pages,
+        #: and no slab has an owner.
+        self.fungible = all(count == 1 for count in self.pages_per_slab)
         self._slab_owner = np.full(layout.slab_count, -1, np.int32)
+        # Stacks, top at the end: pages and slabs are handed out from the low end. Slab 0 holds every group's page 0,
+        # the reserved one, and is never handed out.
+        self._free_slabs = np.arange(layout.slab_count - 1, 0, -1, dtype=np.int32)
         self._free = [np.empty(0, np.int32) for _ in layout.groups]
         #: Free pages per group, slabs that no group owns not counted.
         self.free_count = [0] * len(layout.groups)
-        #: Pages per group in the slabs it owns, free or taken.
-        self.owned_count = [0] * len(layout.groups)
-        # A stack, top at the end: slabs are handed out from the low end. Slab 0 holds every group's page 0, the
-        # reserved one, and is never handed out.
-        self._free_slabs = np.arange(layout.slab_count - 1, 0, -1, dtype=np.int32)
-        #: One slab is one page of every group: any freed page serves any group.
-        self.fungible = all(count == 1 for count in self.pages_per_slab)
-        if len(layout.groups) == 1:
-            # Nobody to share with: the only group owns every slab from the start.
-            self._add_slabs(0, len(self._free_slabs))
+        #: Pages per group that are not free.
+        self.taken_count = [0] * len(layout.groups)
+        if self.fungible:
+            self._free = [self._free_slabs] * len(layout.groups)
+            self.free_count = [len(self._free_slabs)] * len(layout.groups)
+            self._free_slabs = np.empty(0, np.int32)
 
     def free_pages(self, group: int) -> IntArray:
         """A copy of the group's free page ids, without those of slabs that no group owns."""
@@ -44,22 +47,33 @@ class Arena:
         """Page ids that slabs owned by no group would give ``group``."""
         return self._slab_pages(group, self._free_slabs)
 
+    def has(self, needed: Sequence[int]) -> bool:
+        """Are ``needed`` pages per group free, without moving a slab?"""
+        if self.fungible:
+            return sum(needed) <= self.free_count[0]
+        return all(map(le, needed, self.free_count))
+
     def shortage(self, needed: Sequence[int], freed: Sequence[Sequence[IntArray]] = ()) -> list[int]:
         """Pages each group would still lack after giving back ``freed[group]``, a list of page arrays each; slabs
         moving between groups included. Changes nothing."""
         free = self.free_count
+        if self.fungible:
+            left = free[0] + sum(len(array) for arrays in freed for array in arrays)
+            short = []
+            for want in needed:
+                short.append(max(0, want - left))
+                left = max(0, left - want)
+            return short
         if freed:
             free = [count + sum(map(len, arrays)) for count, arrays in zip(free, freed)]
         short = [want - have if want > have else 0 for want, have in zip(needed, free)]
         if not any(short):
             return short
         slabs = len(self._free_slabs)
-        if len(free) > 1:
-            for group, per_slab in enumerate(self.pages_per_slab):
-                surplus = (free[group] - needed[group]) // per_slab
-                if surplus > 0:
-                    empty = surplus if per_slab == 1 else len(self._empty_slabs(group, freed[group] if freed else ()))
-                    slabs += min(surplus, empty)
+        for group, per_slab in enumerate(self.pages_per_slab):
+            surplus = (free[group] - needed[group]) // per_slab
+            if surplus > 0:
+                slabs += min(surplus, len(self._empty_slabs(group, freed[group] if freed else ())))
         for group, lacking in enumerate(short):
             used = min(slabs, -(-lacking // self.pages_per_slab[group]))
             slabs -= used
@@ -69,6 +83,8 @@ class Arena:
     def gather(self, needed: Sequence[int]) -> None:
         """Move slabs between groups until each has ``needed[group]`` free pages. The caller has made sure with
         ``shortage`` that there are enough. All groups at once, before any takes a page out of an empty slab."""
+        if self.fungible:
+            return
         for group, count in enumerate(needed):
             lacking = count - self.free_count[group]
             if lacking > 0:
@@ -76,32 +92,45 @@ class Arena:
 
     def take(self, group: int, count: int) -> IntArray:
         """``count`` page ids, now the caller's, from those gathered before."""
-        assert self.free_count[group] >= count
-        self.free_count[group] -= count
-        top = self.free_count[group]
+        top = self.free_count[group] - count
+        assert top >= 0
+        self._set_free(group, top)
+        self.taken_count[group] += count
         return self._free[group][top : top + count].copy()
 
     def take_one(self, group: int) -> int:
         """As ``take(group, 1)``, at the cost of one array read."""
         left = self.free_count[group] - 1
         assert left >= 0
-        self.free_count[group] = left
+        self._set_free(group, left)
+        self.taken_count[group] += 1
         return self._free[group].item(left)
 
     def give(self, group: int, pages: npt.NDArray[np.integer]) -> None:
         """Return pages taken before. Each page is given back once."""
+        self.taken_count[group] -= len(pages)
+        self._push(group, pages)
+
+    def _push(self, group: int, pages: npt.NDArray[np.integer]) -> None:
         count = self.free_count[group]
         end = count + len(pages)
-        if end > len(self._free[group]):
-            grown = np.empty(max(end, 2 * len(self._free[group]), 64), np.int32)
-            grown[:count] = self._free[group][:count]
-            self._free[group] = grown
-        self._free[group][count:end] = pages
-        self.free_count[group] = end
+        stack = self._free[group]
+        if end > len(stack):
+            grown = np.empty(max(end, 2 * len(stack), 64), np.int32)
+            grown[:count] = stack[:count]
+            self._free[group] = stack = grown
+        stack[count:end] = pages
+        self._set_free(group, end)
+
+    def _set_free(self, group: int, count: int) -> None:
+        if self.fungible:
+            self.free_count = [count] * len(self.free_count)
+        else:
+            self.free_count[group] = count
 
     def shuffle(self, rng: np.random.Generator) -> None:
         """Hand out the free pages in random order from now on, so that tests meet every page table."""
-        for group, count in enumerate(self.free_count):
+        for group, count in enumerate(self.free_count[: 1 if self.fungible else None]):
             rng.shuffle(self._free[group][:count])
         rng.shuffle(self._free_slabs)
 
@@ -115,18 +144,18 @@ class Arena:
                 faults.append(f"{name}: a page is free twice")
             if len(pages) and int(pages.min()) < self.pages_per_slab[group]:
                 faults.append(f"{name}: a reserved page is free")
+            if self.fungible:
+                continue
             if not (self._slab_owner[pages // self.pages_per_slab[group]] == group).all():
                 faults.append(f"{name}: a free page lies in another group's slab")
             owned = int(np.count_nonzero(self._slab_owner == group)) * self.pages_per_slab[group]
-            if owned != self.owned_count[group]:
-                faults.append(f"{name}: owns {owned} pages, the count says {self.owned_count[group]}")
+            if owned != self.free_count[group] + self.taken_count[group]:
+                faults.append(f"{name}: owns {owned} pages, not {self.free_count[group]} + {self.taken_count[group]}")
+        if self.fungible and self.free_count[0] + sum(self.taken_count) != self.layout.slab_count - 1:
+            faults.append(f"{self.free_count[0]} free pages and {self.taken_count} taken are not all there are")
         if (self._slab_owner[self._free_slabs] != -1).any():
             faults.append("a free slab has an owner")
         return faults
-
-    def taken_count(self, group: int) -> int:
-        """Pages that are not free."""
-        return self.owned_count[group] - self.free_count[group]
 
     def _slab_pages(self, group: int, slabs: IntArray) -> IntArray:
         """Page ids of ``slabs``, in their order."""
@@ -140,9 +169,8 @@ class Arena:
         keep = len(self._free_slabs) - count
         slabs, self._free_slabs = self._free_slabs[keep:], self._free_slabs[:keep]
         self._slab_owner[slabs] = group
-        self.owned_count[group] += count * self.pages_per_slab[group]
         # Descending, so that ids come out ascending.
-        self.give(group, self._slab_pages(group, np.sort(slabs))[::-1])
+        self._push(group, self._slab_pages(group, np.sort(slabs))[::-1])
 
     def _empty_slabs(self, group: int, freed: Sequence[IntArray] = ()) -> IntArray:
         """Slabs of ``group`` whose pages are all free (once ``freed`` are)."""
@@ -150,8 +178,6 @@ class Arena:
         if freed:
             pages = np.concatenate([pages, *freed])
         per_slab = self.pages_per_slab[group]
-        if per_slab == 1:
-            return pages
         counts = np.bincount(pages // per_slab, minlength=len(self._slab_owner))
         return np.flatnonzero(counts == per_slab).astype(np.int32)
 
@@ -172,7 +198,6 @@ class Arena:
             self._free[group][: len(keep)] = keep
             self.free_count[group] = len(keep)
             self._slab_owner[slabs] = -1
-            self.owned_count[group] -= len(slabs) * self.pages_per_slab[group]
             self._free_slabs = np.concatenate([self._free_slabs, slabs])
             count -= len(slabs)
             if not count:

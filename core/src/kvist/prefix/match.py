@@ -14,7 +14,7 @@ from kvist.spec import Scope, Spans
 from kvist.step import NO_PAGE, IntArray
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Match:
     """What a prompt can reuse.
 
@@ -67,12 +67,12 @@ def find(
     pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
     # A snapshot filed under an open block was made at the block's last token, whichever that is.
     open_end = known if last.is_open and matched == last.length else 0
-    length, limited_by = settle(sparse, pages, length, unit, block, open_end)
+    length, limited_by = settle(layout, sparse, pages, length, unit, open_end)
     return Match(length, pages[:, : -(-length // block)], path, known, limited_by)
 
 
 def settle(
-    sparse: Sequence[Group], pages: IntArray, length: int, unit: int, block: int, open_end: int
+    layout: Layout, sparse: Sequence[Group], pages: IntArray, length: int, unit: int, open_end: int
 ) -> tuple[int, Group | None]:
     """The largest multiple of ``unit`` up to ``length``, itself one, at which every sparse group can resume, and the
     group without which it were larger.
@@ -80,10 +80,14 @@ def settle(
     pages: int32 ``[groups, blocks]``, NO_PAGE where absent. open_end: the position at which a snapshot filed under an
     open last block was made, 0 without one.
     """
+    block = layout.block_tokens
     limited_by = None
     settled = False
     while not settled and length:
         settled = True
+        if layout.has_rings and length != open_end:
+            # Inside a block the ring holds later rows already.
+            length -= length % block
         for group in sparse:
             if group.exact:
                 fitting = _last_snapshot(pages[group.index], length, block, open_end)

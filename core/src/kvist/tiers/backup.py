@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,20 @@ _QUEUE_MOST = 4096
 class Backup:
     """From one tier with pages to the next, one with pages or the disk. Mutates both."""
 
-    def __init__(self, flights: Flights, source: Level, target: Level | Content, minimum_blocks: int) -> None:
+    def __init__(
+        self,
+        flights: Flights,
+        source: Level,
+        target: Level | Content,
+        minimum_blocks: int,
+        pages_in_use: Callable[[], list[Sequence[int]]] | None = None,
+    ) -> None:
+        """pages_in_use: of the source, per group, those that a step still to be executed may write."""
         self._flights = flights
+        self._pages_in_use = pages_in_use
+        self._in_use: list[Sequence[int]] = []
+        #: Extents with such pages.
+        self._later: list[Extent] = []
         self.source, self._target = source, target
         self._minimum = minimum_blocks
         layout = source.ledger.layout
@@ -44,6 +57,10 @@ class Backup:
 
     def run(self) -> bool:
         """Submit copies of what has become idle, as far as there is room. Was there any?"""
+        self._queue.extend(self._later)
+        self._later.clear()
+        if self._queue and self._pages_in_use is not None:
+            self._in_use = self._pages_in_use()
         some = False
         while self._queue and self._flights.room_down > 0 and self._blocks_moving < self._most:
             transfer = self._transfer(self._queue[0], min(self._batch, self._most - self._blocks_moving))
@@ -56,6 +73,8 @@ class Backup:
     def now(self, extent: Extent) -> None:
         """Submit a copy of an idle extent at once, all of it, if there is room."""
         if self._flights.copier.room > 0:
+            if self._pages_in_use is not None:
+                self._in_use = self._pages_in_use()
             self._transfer(extent, extent.end)
 
     def finish(self, transfer: Transfer, kept: bool) -> None:
@@ -69,7 +88,9 @@ class Backup:
             self._queue.extend(transfer.again)
 
     def forget(self) -> None:
+        """Nothing of what waits is of use any more."""
         self._queue.clear()
+        self._later.clear()
 
     def _transfer(self, extent: Extent, most: int) -> Transfer | None:
         """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks."""
@@ -83,6 +104,10 @@ class Backup:
                 busy.again.append(extent)
                 return None
         if known.pages.shape[1] < self._minimum:
+            return None
+        if any(len(pages) and np.isin(row, pages).any() for row, pages in zip(known.pages, self._in_use)):
+            # Published at the end of a fork that never ran: its rows are still to be copied to where they belong.
+            self._later.append(extent)
             return None
         scope = scope_of(extent)
         if isinstance(self._target, Content):

@@ -234,7 +234,7 @@ class Level:
 
     def forget(self) -> tuple[list[int], list[int]]:
         """Empty the tier of all that nobody holds, and hide the rest. Returns pages freed and still held, per group."""
-        before = list(self.ledger.arena.free_count)
+        before = list(self.ledger.arena.taken_count)
         removed, kept = self.tree.forget()
         self._unpublish(removed)
         for extent in kept:
@@ -243,8 +243,8 @@ class Level:
                     row = extent.pages[group]
                     self.ledger.unpublish(group, present(row))
                     row[:] = NO_PAGE
-        freed = [now - then for now, then in zip(self.ledger.arena.free_count, before)]
-        return freed, [self.ledger.arena.taken_count(group) for group in self.groups]
+        held = list(self.ledger.arena.taken_count)
+        return [then - now for now, then in zip(held, before)], held
 
     def _noted(self, pin: Pin) -> Pin:
         self.pins[id(pin)] = pin

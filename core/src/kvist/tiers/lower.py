@@ -61,11 +61,12 @@ class LowerTiers:
         if tiers.host_layout is not None:
             host_tree = PrefixTree(layout.block_tokens, len(layout.groups))
             self.host = Level(Tier.HOST, host_tree, Ledger(tiers.host_layout))
-            self._backups.append(Backup(self._flights, above, self.host, tiers.minimum_blocks))
+            self._backups.append(Backup(self._flights, above, self.host, tiers.minimum_blocks, owner.pages_in_use))
             above = self.host
         if self._content is not None:
             # From the host where there is one: a slow disk then keeps nothing on the device.
-            self._backups.append(Backup(self._flights, above, self._content, tiers.minimum_blocks))
+            changing = owner.pages_in_use if self.host is None else None
+            self._backups.append(Backup(self._flights, above, self._content, tiers.minimum_blocks, changing))
         self._search = Search(layout, self.device, self.host, self._content, backoff)
         names = [Tier.HOST] * (self.host is not None) + [Tier.DISK] * (tiers.disk is not None)
         self._down = {tier: [0 for _ in layout.groups] for tier in names}
@@ -171,7 +172,7 @@ class LowerTiers:
                 assert self.host is not None
                 ledger = self.host.ledger
                 capacity = [ledger.layout.page_capacity(group) for group in layout.groups]
-                used = [ledger.arena.taken_count(group.index) for group in layout.groups]
+                used = [ledger.arena.taken_count[group.index] for group in layout.groups]
                 evicted = self.host.evicted
                 used_bytes = sum(count * group.page_bytes for count, group in zip(used, layout.groups))
                 capacity_bytes = (ledger.layout.slab_count - 1) * ledger.layout.slab_bytes

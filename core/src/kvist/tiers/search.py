@@ -87,7 +87,7 @@ class Search:
         length = max(0, most_tokens - self._backoff)
         there = np.where(origin == NOWHERE, NO_PAGE, 0).astype(np.int32)
         open_end = known if known % block else 0
-        length, _ = settle(self._sparse, there, length - length % unit, unit, block, open_end)
+        length, _ = settle(self._layout, self._sparse, there, length - length % unit, unit, open_end)
         end = -(-min(most_tokens, length + self._backoff) // block)
         last = -(-length // block)
         needed = np.zeros_like(origin, np.bool_)

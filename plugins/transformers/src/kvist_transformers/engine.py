@@ -13,8 +13,8 @@ from kvist.errors import CapacityError, KvistError, RequestError, SpecError, Sta
 from kvist.layout import Layout
 from kvist.manager import Plan, Run
 from kvist.memory.device import DeviceMemory
-from kvist.restore import RestorePolicy
 from kvist.registry import Registry, default_registry
+from kvist.restore import RestorePolicy
 from kvist.step import Step
 from kvist_transformers.adapter import model_fingerprint
 from kvist_transformers.admission import check_request, refused, shortage_error
@@ -194,6 +194,7 @@ class Engine:
                     self.memory.apply(step)
                     self.backend.begin(step)
                     logits = self.adapter.forward(token_ids, positions, logit_rows)
+                    self.memory.save(step)
             except BaseException:
                 self.manager.cancel(step)
                 raise

@@ -99,9 +99,12 @@ class Scheduler:
         chosen = []
         budget -= len(self.decode)
         for job in self.prefill:
-            count = min(job.remaining, budget)
-            if count <= 0:
+            if budget <= 0 or not job.remaining:
                 break
+            assert job.sequence is not None
+            start = job.sequence.computed
+            # A chunk ends where a snapshot of the model's states is to be taken.
+            count = job.sequence.next_end(start + min(job.remaining, budget)) - start
             chosen.append((job, count))
             budget -= count
         return chosen

@@ -1,0 +1,87 @@
+"""The value oracle down to bytes: every stream of every layer in its own part of a page, rows that stand for several
+tokens, junk everywhere else."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+from cache_values import Values
+
+from kvist.layout import Part
+from kvist.manager import PagedCacheManager
+from kvist.spec import Window
+
+_JUNK_BYTE = 0xEE
+
+
+class ByteValues(Values):
+    """Plays the owner of one flat arena. A row of a stream is filled with a value of its own for that layer and
+    stream, so that a row read from the wrong place is noticed, and bytes between the parts must never change."""
+
+    def __init__(self, manager: PagedCacheManager) -> None:
+        super().__init__(manager)
+        arena = np.full(self.layout.arena_bytes, _JUNK_BYTE, np.uint8)
+        self.arena = arena
+        #: Views ``[page, byte]`` of the one arena.
+        self.pages = [arena[: len(arena) // g.page_bytes * g.page_bytes].reshape(-1, g.page_bytes) for g in self.groups]
+
+    @property
+    def groups(self):
+        return self.layout.groups
+
+    def poison(self) -> None:
+        for group, pages in enumerate(self.pages):
+            pages[self.manager.free_pages(group)] = _JUNK_BYTE
+            pages[0] = _JUNK_BYTE
+
+    def _write(self, group, table, start: int, values: np.ndarray) -> None:
+        block = self.layout.block_tokens
+        assert (table[start // block : -(-len(values) // block)] > 0).all(), f"{group.name}: no page to write to"
+        for part in group.parts:
+            ratio = part.stream.tokens_per_row
+            # A row is written when its last token is computed.
+            for row in range(start // ratio, len(values) // ratio):
+                last = row * ratio + ratio - 1
+                if last >= start:
+                    self._row(group, part, table, row)[:] = _bytes_of(part, values[last])
+
+    def _read(self, group, table, query: int, truth: np.ndarray) -> None:
+        retention = group.retention
+        for part in group.parts:
+            ratio = part.stream.tokens_per_row
+            for row in range((query + 1) // ratio):
+                first, last = row * ratio, row * ratio + ratio - 1
+                if isinstance(retention, Window) and first <= query - retention.tokens and first >= retention.sinks:
+                    continue
+                found = self._row(group, part, table, row)
+                assert np.array_equal(found, _bytes_of(part, truth[last])), (
+                    f"{group.name}: layer {part.layer_id} {part.stream.name}: position {query} reads a wrong row {row}"
+                )
+
+    def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
+        pages = self.pages[group.index]
+        for part in group.parts:
+            found = pages[table[0]][part.offset : part.offset + part.byte_count]
+            expected = _bytes_of(part, before) if start else np.zeros(part.byte_count, np.uint8)
+            assert np.array_equal(found, expected), f"{group.name}: {part.stream.name} before {start} is wrong"
+            columns = range(1, len(values) + 1) if drafts else [0]
+            for column, value in zip(columns, values if drafts else values[-1:]):
+                assert table[column] > 0
+                pages[table[column]][part.offset : part.offset + part.byte_count] = _bytes_of(part, value)
+
+    def _row(self, group, part: Part, table, row: int) -> np.ndarray:
+        per_block = self.layout.block_tokens // part.stream.tokens_per_row
+        page, size = table[row // per_block], part.stream.row.row_bytes
+        assert page > 0, f"{group.name}: row {row} is gone"
+        begin = part.offset + row % per_block * size
+        return self.pages[group.index][page, begin : begin + size]
+
+
+def _bytes_of(part: Part, value: int) -> np.ndarray:
+    """The row of one layer's stream that stands for ``value``; junk stays junk."""
+    mixed = int(value)
+    if mixed >= 0:
+        mixed = (mixed * 1009 + 31 * part.layer_id + crc32(part.stream.name.encode())) & 0x7FFFFFFFFFFFFFFF
+    pattern = np.frombuffer(np.array([mixed], "<i8").tobytes(), np.uint8)
+    return np.resize(pattern, part.stream.row.row_bytes)
