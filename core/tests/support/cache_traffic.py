@@ -16,6 +16,7 @@ class Traffic:
     forks, suspended and truncated sequences, cleared caches."""
 
     KINDS = ("open", "step", "step", "step", "finish", "abort", "probe", "fork", "suspend", "resume", "truncate")
+    MOST_OPEN = 6
 
     def __init__(self, manager: PagedCacheManager, rng: np.random.Generator, values: Values | None = None) -> None:
         self.manager, self.rng = manager, rng
@@ -43,7 +44,7 @@ class Traffic:
         return np.concatenate([text[:keep], fresh])[:40], Scope(salt=str(self.rng.integers(2)))
 
     def open(self) -> None:
-        if len(self.texts) >= 6:
+        if len(self.texts) >= self.MOST_OPEN:
             return
         prompt, scope = self.prompt()
         expected = self.manager.probe(prompt, scope)
@@ -159,7 +160,7 @@ class Traffic:
 
     def fork(self) -> None:
         parent = self.idle()
-        if parent is None or len(self.texts) >= 6 or not parent.shares:
+        if parent is None or len(self.texts) >= self.MOST_OPEN or not parent.shares:
             return
         if parent.known < parent.computed:
             self.learn(parent)

@@ -8,6 +8,7 @@ from cache_traffic import Traffic
 from tier_values import Cache
 
 from kvist.errors import CapacityError
+from kvist.manager import Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 
@@ -21,7 +22,7 @@ MIXES = {
     "history+window+state": (History(), Window(6), State()),
 }
 #: Host pages as a part of the device's, and is there a disk?
-TIERS = {"host": (1.5, False), "small host": (0.3, False), "disk": (0.0, True), "both": (0.8, True)}
+TIERS = {"host": (2.5, False), "small host": (0.3, False), "disk": (0.0, True), "both": (0.5, True)}
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -35,7 +36,7 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
     rng = np.random.default_rng([seed, len(mix), len(tiers)])
     share, disk = TIERS[tiers]
     block = int(rng.choice([1, 3, 4]))
-    pages = int(rng.integers(40, 90)) * len(MIXES[mix]) // block
+    pages = int(rng.integers(70, 120)) * len(MIXES[mix]) // block
     cache = Cache(
         *MIXES[mix],
         device_pages=pages,
@@ -51,7 +52,7 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
     )
     cache.manager.shuffle_free_pages(rng)
     traffic = TierTraffic(cache, rng)
-    for _ in range(250):
+    for _ in range(400):
         traffic.operate()
         cache.manager.check()
     while traffic.flights:
@@ -69,12 +70,14 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
 class TierTraffic(Traffic):
     """As without tiers, and copies run, fail and are taken in at random; some sequences load before they run."""
 
-    KINDS = (*Traffic.KINDS, "poll", "poll", "copy", "copy", "copy", "load", "load", "load")
+    KINDS = (*Traffic.KINDS, "open", "open", "finish", "finish", "poll", "poll", "copy", "copy", "suspend", "flood", "settle")
+    MOST_OPEN = 4
 
     def __init__(self, cache: Cache, rng: np.random.Generator) -> None:
         super().__init__(cache.manager, rng, cache.values)
         self.cache = cache
         self.loads = 0
+        self.texts_again = [rng.integers(0, 4, int(rng.integers(6, 30))) for _ in range(5)]
 
     def can_run(self, sequence) -> bool:
         return not sequence.loading
@@ -82,6 +85,43 @@ class TierTraffic(Traffic):
     def may_fail(self, step) -> bool:
         # A step that ran and is cancelled copies again what it has overwritten meanwhile.
         return not any(map(len, step.copies))
+
+    def prompt(self):
+        """Mostly one of a few texts and what follows it: that is what comes up from below."""
+        text, scope = super().prompt()
+        if self.rng.random() < 0.7:
+            text = np.append(self.texts_again[self.rng.integers(len(self.texts_again))], self.rng.integers(0, 4, 2))
+        return text, scope
+
+    def flood(self) -> None:
+        """Requests that leave no trace take as much of the device as they can get."""
+        layout = self.manager.layout
+        length = 4 * layout.block_tokens
+        while length < 200 and layout.fits(length + layout.block_tokens):
+            length += layout.block_tokens
+        takers = []
+        for _ in range(1 if length < 200 else 150):
+            taker = self.manager.open(self.rng.integers(0, 4, length if length < 200 else 12), reuse=False)
+            takers.append(taker)
+            while taker.computed < taker.known:
+                plan = self.manager.plan([Run(taker, min(layout.block_tokens, taker.known - taker.computed))])
+                if not plan.fits:
+                    break
+                step = plan.commit()
+                self.values.run(step, [taker], {id(taker): taker.tokens})
+                self.manager.complete(step)
+            if taker.computed < taker.known:
+                break
+        for taker in takers:
+            self.manager.close(taker)
+
+    def open(self) -> None:
+        super().open()
+        self.load()
+
+    def resume(self) -> None:
+        super().resume()
+        self.load()
 
     def copy(self) -> None:
         queued = list(self.cache.copier.queued)
@@ -94,11 +134,18 @@ class TierTraffic(Traffic):
                 self.cache.copier.run(ticket)
             self.cache.poison_host()
 
+    def settle(self) -> None:
+        """Time for everything that is queued, and what that brings."""
+        for _ in range(4):
+            self.poll()
+            while self.cache.copier.queued:
+                self.copy()
+
     def poll(self) -> None:
-        before = [(s, s.computed, s.loadable) for s in self.singles if s.loading]
+        before = [(sequence, sequence.computed) for sequence in self.singles if sequence.loading]
         self.cache.poll()
-        for sequence, computed, loadable in before:
-            assert computed <= sequence.computed <= loadable
+        for sequence, computed in before:
+            assert computed <= sequence.computed < sequence.known or sequence.below.resumed
         stats = self.manager.stats()
         for sequence in self.singles:
             below = sequence.below
@@ -107,12 +154,16 @@ class TierTraffic(Traffic):
         assert all(tier.used_bytes <= tier.capacity_bytes for tier in stats.tiers)
 
     def load(self) -> None:
+        if self.rng.random() < 0.2:
+            return
         waiting = [s for s in self.singles if s.loadable > s.computed and not s.loading and not s.in_flight]
         for sequence in waiting:
             if sequence.batch is None and self.manager.load(sequence):
                 self.loads += 1
                 assert sequence.loading
                 self.manager.check()
+                if self.rng.random() < 0.7:
+                    self.settle()
 
     def clear(self) -> None:
         super().clear()
