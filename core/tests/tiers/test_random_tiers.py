@@ -54,7 +54,7 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
     traffic = TierTraffic(cache, rng)
     for _ in range(400):
         traffic.operate()
-        cache.manager.check()
+        cache.check()
     while traffic.flights:
         traffic.finish_oldest()
     while traffic.pick() is not None:
@@ -70,7 +70,20 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
 class TierTraffic(Traffic):
     """As without tiers, and copies run, fail and are taken in at random; some sequences load before they run."""
 
-    KINDS = (*Traffic.KINDS, "open", "open", "finish", "finish", "poll", "poll", "copy", "copy", "suspend", "flood", "settle")
+    KINDS = (
+        *Traffic.KINDS,
+        "open",
+        "open",
+        "finish",
+        "finish",
+        "poll",
+        "poll",
+        "copy",
+        "copy",
+        "suspend",
+        "flood",
+        "settle",
+    )
     MOST_OPEN = 4
 
     def __init__(self, cache: Cache, rng: np.random.Generator) -> None:

@@ -318,7 +318,7 @@ class LowerTiers:
         assert sequence.below is not None
         now = sequence.below
         now.resumed = below.resumed
-        host, disk = self._attribute(transfer, sequence.computed)
+        host, disk = self._attribute(transfer, before, sequence.computed)
         if below.resumed:
             for tier, tokens in ((Tier.HOST, host), (Tier.DISK, disk)):
                 if tokens:
@@ -352,17 +352,20 @@ class LowerTiers:
                 ordinal = int(transfer.ordinals[part.columns[failed]].min())
                 self.host.discard(arrival.scope, arrival.tokens, ordinal)
 
-    def _attribute(self, transfer: Transfer, length: int) -> tuple[int, int]:
-        """Of ``length`` reused tokens those in blocks that came from the host and from the disk; a block that came from
-        both counts for the disk."""
+    def _attribute(self, transfer: Transfer, before: int, length: int) -> tuple[int, int]:
+        """Of the tokens ``before .. length - 1`` that a load made reusable those that came from the host and from the
+        disk. A block for which nothing came up counts for the next one for which something did; one that came from both
+        counts for the disk."""
         tokens = {Tier.HOST: 0, Tier.DISK: 0}
-        seen: set[int] = set()
-        for part in sorted(transfer.parts, key=lambda part: part.copy.source is not Tier.DISK):
+        tiers: dict[int, Tier] = {}
+        for part in sorted(transfer.parts, key=lambda part: part.copy.source is Tier.DISK):
             arrived = (part.cells & ~transfer.lost[:, part.columns]).any(axis=0)
-            for ordinal in transfer.ordinals[part.columns[arrived]].tolist():
-                if ordinal not in seen:
-                    seen.add(ordinal)
-                    tokens[part.copy.source] += max(0, min(self._block, length - ordinal * self._block))
+            tiers.update(dict.fromkeys(transfer.ordinals[part.columns[arrived]].tolist(), part.copy.source))
+        begin = before
+        for ordinal in sorted(tiers):
+            end = min(length, (ordinal + 1) * self._block)
+            tokens[tiers[ordinal]] += max(0, end - begin)
+            begin = max(begin, end)
         return tokens[Tier.HOST], tokens[Tier.DISK]
 
 
