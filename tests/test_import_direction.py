@@ -39,6 +39,7 @@ ORDER = [
     {"defrag"},
     {"capacity"},
     {"commit"},
+    {"tiers"},
     {"audit"},
     {"contract"},
     {"manager"},

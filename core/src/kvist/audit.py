@@ -12,11 +12,16 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
+from kvist.tiers.level import Pin
+from kvist.tiers.lower import LowerTiers
 
 
-def faults_of(ledger: Ledger, tree: PrefixTree, tables: Tables, sequences: SequenceOf[Sequence]) -> list[str]:
-    """Violated invariants in words; empty when all is well. Changes nothing."""
-    extents = _extents(tree, sequences)
+def faults_of(
+    ledger: Ledger, tree: PrefixTree, tables: Tables, sequences: SequenceOf[Sequence], pins: SequenceOf[Pin] = ()
+) -> list[str]:
+    """Violated invariants in words; empty when all is well. Changes nothing. pins: what copies in progress keep."""
+    held = _held(sequences) + [pin.extent for pin in pins if pin.extent is not None]
+    extents = _extents(tree, held)
     owned, leased, published = [], [], []
     exact = [group.index for group in ledger.layout.groups if group.exact]
     for group, table in enumerate(tables.arrays):
@@ -26,20 +31,34 @@ def faults_of(ledger: Ledger, tree: PrefixTree, tables: Tables, sequences: Seque
         if group in exact:
             taken = [pages[exact.index(group)] for each in sequences for pages in each.snapshots.values()]
             rows.append(np.array(taken, np.int32))
+        (rows if ledger.sparse[group] else mine).extend(pin.pages[group] for pin in pins)
         owned.append(_present(mine))
         leased.append(_present(rows))
         published.append(_present([extent.pages[group] for extent in extents]))
     faults = ledger.check(owned, leased, published)
     faults += _table_faults(tables, sequences, exact)
     faults += _tree_faults(tree, extents)
-    faults += _hold_faults(tree, extents, sequences)
+    faults += _hold_faults(tree, extents, held)
     return faults
 
 
-def _extents(tree: PrefixTree, sequences: SequenceOf[Sequence]) -> list[Extent]:
+def tier_faults(lower: LowerTiers) -> list[str]:
+    """As :func:`faults_of`, for the tiers below the device."""
+    faults = [f"disk: {fault}" for fault in lower.check_disk()]
+    host = lower.host
+    if host is not None:
+        nobody = Tables(len(host.ledger.sparse))
+        found = faults_of(host.ledger, host.tree, nobody, [], list(host.pins.values()))
+        faults += [f"host: {fault}" for fault in found]
+    if not lower.copying and any(level.pins for level in (lower.device, host) if level is not None):
+        faults.append("nothing is being copied, and pages are kept for it")
+    return faults
+
+
+def _extents(tree: PrefixTree, held: list[Extent]) -> list[Extent]:
     """Every extent, those too that are kept by a hold only and cannot be found any more."""
     found = {id(extent): extent for extent in tree.extents()}
-    for node in _held(sequences):
+    for node in held:
         above: Extent | None = node
         while above is not None and above.parent is not None:
             found[id(above)] = above
@@ -94,9 +113,9 @@ def _tree_faults(tree: PrefixTree, extents: list[Extent]) -> list[str]:
     return faults
 
 
-def _hold_faults(tree: PrefixTree, extents: list[Extent], sequences: SequenceOf[Sequence]) -> list[str]:
-    """Holds are what sequences hold and what held children add; every idle leaf can be found for eviction."""
-    direct = Counter(id(extent) for extent in _held(sequences))
+def _hold_faults(tree: PrefixTree, extents: list[Extent], held: list[Extent]) -> list[str]:
+    """Holds are those of sequences, copies and held children; every idle leaf can be found for eviction."""
+    direct = Counter(id(extent) for extent in held)
     offered = {id(extent) for _, _, extent in tree.candidates} | {id(extent) for extent in tree.set_aside}
     faults = []
     idle = 0

@@ -68,6 +68,8 @@ class DecodeBatch:
                 "join() needs an open sequence that is in no batch and no step",
                 hint="complete the step first, or leave the other batch",
             )
+        if sequence.loading:
+            raise StateError("join() of a sequence that is loading", hint="poll() until it is not")
         computed = sequence.computed
         if (
             sequence.sources is not None

@@ -76,7 +76,8 @@ class CacheManager(Protocol):
 
     def suspend(self, sequence: Sequence) -> None:
         """Publish what is committed and give every page back, so that others can have them; the sequence stays open.
-        Idempotent. Raises StateError if it is closed, in a batch or in a step."""
+        What a lower tier has room for is copied there first, and others get those pages once ``poll`` has seen that
+        finished. Idempotent. Raises StateError if it is closed, in a batch or in a step."""
 
     def resume(self, sequence: Sequence) -> int:
         """Take back what is still there of a suspended sequence. Returns its computed tokens, perhaps fewer than
@@ -100,9 +101,22 @@ class CacheManager(Protocol):
     def close(self, sequence: Sequence) -> None:
         """Publish what is committed, give every page back. Idempotent. During a step it takes effect at its end."""
 
+    def load(self, sequence: Sequence) -> bool:
+        """Begin to bring up from lower tiers what ``sequence.loadable`` promises beyond what the sequence has, after
+        ``open`` or ``resume`` and before its next step. It is ``loading`` until ``poll`` has taken in all of it, then
+        it has as much as arrived. To truncate, suspend or close it meanwhile is allowed, and what arrives is cached.
+
+        False, and nothing changes, when there is nothing to bring or no room for it now: compute the tokens, or try
+        again later. Raises StateError as ``suspend`` does.
+        """
+
+    def poll(self) -> None:
+        """Take in finished copies between tiers and submit new ones. Cheap; call it once a step, and when a plan does
+        not fit although copies are in progress: what they keep can be had when they have finished."""
+
     def clear(self) -> Cleared:
-        """Forget everything cached, e.g. because the weights changed. Open sequences go on with what they hold, and
-        nothing that they compute is found by others."""
+        """Forget everything cached in every tier, e.g. because the weights changed; what is being copied arrives
+        nowhere. Open sequences go on with what they hold, and nothing that they compute is found by others."""
 
     def check(self) -> None:
         """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""

@@ -58,6 +58,8 @@ class Defragmenter:
         arena = ledger.arena
         #: Can it ever help? Where every page is a slab, or one group has all, nothing fragments.
         self.useful = len(layout.groups) > 1 and any(count > 1 for count in arena.pages_per_slab)
+        #: Do copies between tiers use pages of this one? Those must stay where they are, so nothing moves meanwhile.
+        self.busy: Callable[[], bool] = lambda: False
         #: Pages moved so far, per group.
         self.moved = [0] * len(layout.groups)
 
@@ -65,7 +67,7 @@ class Defragmenter:
         """What must be evicted and moved for ``needed`` pages per group, and the pages each would lack all the same.
         Changes nothing."""
         keeper, ledger = self._keeper, self._ledger
-        if not self.useful:
+        if not self.useful or self.busy():
             return choose(keeper, ledger, needed)
         if not any(ledger.arena.shortage(needed)):
             return NOTHING, [0] * len(needed)
@@ -89,7 +91,7 @@ class Defragmenter:
         """For what is needed per group: the pages each group would lack once ``freed[group]`` is given back and pages
         have moved together. Holds until something changes."""
         arena = self._ledger.arena
-        if not self.useful:
+        if not self.useful or self.busy():
             return lambda needed: arena.shortage(needed, freed)
         movable = self._movable(self._fixed_slabs())
         counts = [sum(map(len, each)) for each in freed]

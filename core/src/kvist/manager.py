@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
-from kvist.audit import faults_of
+from kvist.audit import faults_of, tier_faults
 from kvist.batch import DecodeBatch
 from kvist.capacity import Capacity, capacity_of
 from kvist.claim import Claims
@@ -33,8 +33,21 @@ from kvist.spec import Scope
 from kvist.states import States
 from kvist.stats import Cleared, ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray, Step
+from kvist.tiers.config import Tiers
+from kvist.tiers.lower import LowerTiers, Owner
+from kvist.tiers.transfer import Transfer
 
-__all__ = ["CacheManager", "DecodeBatch", "PagedCacheManager", "Plan", "RestorePolicy", "Run", "Sequence", "Shortage"]
+__all__ = [
+    "CacheManager",
+    "DecodeBatch",
+    "PagedCacheManager",
+    "Plan",
+    "RestorePolicy",
+    "Run",
+    "Sequence",
+    "Shortage",
+    "Tiers",
+]
 
 _DEFAULT_SCOPE = Scope()
 _NO_RUNS: list[Run] = []
@@ -47,6 +60,7 @@ class PagedCacheManager:
     restore: where sparse groups stay resumable.
     backoff_tokens: tokens to compute again at the end of everything reused, for draft models that need them.
     eviction: which published blocks go first; this manager's alone. Least recently used ones by default.
+    tiers: below the device; their content is this manager's alone.
     """
 
     def __init__(
@@ -54,6 +68,7 @@ class PagedCacheManager:
         layout: Layout,
         restore: RestorePolicy | None = None,
         backoff_tokens: int = 0,
+        tiers: Tiers | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
         policy = restore or RestorePolicy()
@@ -94,6 +109,13 @@ class PagedCacheManager:
         self._epoch = 0
         self._step_count = 0
         self._tally = Tally(len(layout.groups))
+        self._lower: LowerTiers | None = None
+        if tiers is not None:
+            owner = Owner(self._take_room, self._pages_in_use, self._take_again, self._limits)
+            self._lower = LowerTiers(owner, tiers, layout, self._tree, self._ledger, backoff_tokens)
+            self._tally.on_start = self._lower.count_start
+            lower = self._lower
+            self._defragmenter.busy = lambda: bool(lower.copying)
 
     def open(
         self,
@@ -113,6 +135,8 @@ class PagedCacheManager:
             match = self._match(prompt, scope, length - 1)
             self._claims.claim(sequence, match)
             self._found(sequence, match)
+            if self._lower is not None:
+                self._lower.look(sequence, length - 1, resumed=False)
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points if self._has_states else ()
@@ -268,6 +292,8 @@ class PagedCacheManager:
             self._keeper.ended(
                 sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
             )
+        if sequence.loading:
+            self._leave_load(sequence)
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)
         del self._sequences[sequence.slot]
@@ -279,7 +305,10 @@ class PagedCacheManager:
             if self._has_states:
                 self._states.donate(sequence)
             self._publisher.publish(sequence, ended=True)
+            tip = sequence.tip
             self._park(sequence)
+            if self._lower is not None and tip is not None:
+                self._lower.save(tip)
 
     def resume(self, sequence: Sequence) -> int:
         self._require_idle(sequence, "resume()")
@@ -336,12 +365,31 @@ class PagedCacheManager:
         return child
 
     def clear(self) -> Cleared:
+        tiers = () if self._lower is None else self._lower.clear()
         for sequence in self._sequences.values():
             sequence.shares = False
+            if sequence.below is not None:
+                sequence.below.length = 0
         self._epoch += 1
         freed = self._claims.forget()
         held = [self._ledger.held_count(group, self._tree.idle_blocks) for group in self._group_range]
-        return Cleared(tuple(freed), tuple(held))
+        return Cleared(tuple(freed), tuple(held), tiers)
+
+    def load(self, sequence: Sequence) -> bool:
+        self._require_idle(sequence, "load()")
+        if self._lower is None or not self._lower.load(sequence):
+            return False
+        self._epoch += 1
+        return True
+
+    def poll(self) -> None:
+        if self._lower is not None and self._lower.poll():
+            self._epoch += 1
+
+    @property
+    def copying(self) -> int:
+        """Batches of copies between tiers that :meth:`poll` has not taken in yet."""
+        return 0 if self._lower is None else self._lower.copying
 
     def free_pages(self, group: int) -> IntArray:
         """Ids of all pages of a group that nobody holds or can find, e.g. to poison them in a test."""
@@ -353,7 +401,11 @@ class PagedCacheManager:
         self._epoch += 1
 
     def check(self) -> None:
-        faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()))
+        lower = self._lower
+        pins = [] if lower is None else list(lower.device.pins.values())
+        faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()), pins)
+        if lower is not None:
+            faults += tier_faults(lower)
         if faults:
             raise AssertionError("; ".join(faults))
 
@@ -385,20 +437,25 @@ class PagedCacheManager:
             len(self._sequences),
             self._tree.extent_count,
             group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
+            () if self._lower is None else self._lower.stats(),
         )
 
     def _changed(self) -> None:
         self._epoch += 1
 
-    def _match(self, prompt: IntArray, scope: Scope, limit: int) -> Match:
+    def _limits(self, length: int, limit: int) -> tuple[int, bool]:
+        """For a run of ``length`` tokens: the limit of its reuse, and must it end at a block boundary?"""
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
-        length = len(prompt)
         if length > self._fits_up_to and self.layout.fits(length, spare_pages=1):
             self._fits_up_to = length
         whole_blocks = length > self._fits_up_to
         if whole_blocks and self._has_states:
             # The same holds for a state and the snapshot that it starts from.
             limit = 0
+        return limit, whole_blocks
+
+    def _match(self, prompt: IntArray, scope: Scope, limit: int) -> Match:
+        limit, whole_blocks = self._limits(len(prompt), limit)
         return find(
             self._tree,
             self.layout,
@@ -480,6 +537,8 @@ class PagedCacheManager:
         """Give up what a sequence holds until it is reclaimed."""
         computed = sequence.computed
         self._tally.catch_up((sequence,))
+        if sequence.loading:
+            self._leave_load(sequence)
         self._claims.vacate(sequence)
         sequence.rebase(0)
         sequence.suspended_at = computed
@@ -499,11 +558,48 @@ class PagedCacheManager:
         sequence.claimed = sequence.computed
         if sequence.started and suspended:
             sequence.origin, sequence.started = "resumed", False
+        if self._lower is not None:
+            self._lower.look(sequence, limit, resumed=True)
 
     def _found(self, sequence: Sequence, match: Match) -> None:
         """Note what a sequence that has computed nothing takes from the cache, and why it is not more."""
         sequence.reused = sequence.claimed = match.length
         sequence.matched, sequence.limited_by, sequence.lost = match.known, match.limited_by, match.lost
+
+    def _take_again(self, sequence: Sequence, limit: int, arriving: Transfer) -> None:
+        """What was loaded for a sequence arrives: it claims that as if it had just been opened or resumed."""
+        assert self._lower is not None and sequence.below is not None
+        self._park(sequence)
+        self._lower.arrive(arriving)
+        self._reclaim(sequence, limit, suspended=False)
+
+    def _leave_load(self, sequence: Sequence) -> None:
+        if self._lower is not None:
+            self._lower.leave(sequence)
+
+    def _take_room(self, needed: list[int]) -> bool:
+        eviction, shortages = self._make_room(needed)
+        if shortages:
+            return False
+        self._epoch += 1
+        self._evict(eviction)
+        return True
+
+    def _pages_in_use(self) -> list[SequenceOf[int]]:
+        """Per group the pages whose bytes steps in flight and the next one copy from or to: they are executed after
+        their commit, and copies between tiers would not wait for that."""
+        pages = self._owed.pages()
+        for plan in self._in_flight.values():
+            assert plan.step is not None
+            for pairs in (plan.step.copies, plan.step.saves, plan.step.fresh):
+                for group, each in enumerate(pairs):
+                    pages[group].extend(each.ravel().tolist())
+        sizes = [group.page_bytes for group in self.layout.groups]
+        ranges = [(page * size, (page + 1) * size) for each, size in zip(pages, sizes) for page in set(each)]
+        # A page that was given up may belong to another group by now.
+        return [
+            sorted({page for low, high in ranges for page in range(low // size, -(-high // size))}) for size in sizes
+        ]
 
     def _drop(self, sequence: Sequence) -> None:
         """Release blocks that the groups do not read any more."""

@@ -68,6 +68,10 @@ class Owed:
                 copies.pop(page, None)
                 fresh[page] = None
 
+    def pages(self) -> list[list[int]]:
+        """Per group every page that is to be copied from or written, whoever has it."""
+        return [[*copies, *copies.values(), *fresh] for copies, fresh in zip(self._copies, self._fresh)]
+
     def again(self, step: Step) -> None:
         """The step has not begun and will not: what it was to do comes before what is owed since."""
         since = self._copies, self._fresh

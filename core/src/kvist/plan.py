@@ -109,6 +109,8 @@ def ordered_runs(
             raise StateError("plan() of a closed sequence", hint="open a new one")
         if sequence.suspended:
             raise StateError("plan() of a suspended sequence", hint="resume() it first")
+        if sequence.below is not None and sequence.below.loading:
+            raise StateError("plan() of a sequence that is loading", hint="poll() until it is not")
         sequence.settle()
         if known.get(sequence.slot) is not sequence:
             raise StateError("plan() of another manager's sequence", hint="plan it with the manager that opened it")

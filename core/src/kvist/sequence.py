@@ -88,6 +88,24 @@ class Sources:
     extent: Extent
 
 
+@attrs.define(eq=False)
+class FromBelow:
+    """What the tiers below the device have for a sequence.
+
+    length: tokens it could reuse if their content came up. limit: it cannot reuse more. base: computed tokens when this
+    was found out. resumed: is what comes up for a resumed sequence, not for a new one? loading: is it on its way?
+    host_tokens, disk_tokens: of its reused tokens, those that came up from there.
+    """
+
+    length: int
+    limit: int
+    base: int
+    resumed: bool
+    loading: bool = False
+    host_tokens: int = 0
+    disk_tokens: int = 0
+
+
 class Sequence:
     """Made by ``manager.open`` and ``manager.fork``; only the manager changes its lengths and pages.
 
@@ -123,6 +141,8 @@ class Sequence:
     #: For the eviction policy: the mark of the deepest extent it claimed, and the first block that it added.
     claimed_mark = -1
     first_key: tuple[int, bytes] | None = None
+    #: Where there are tiers below the device.
+    below: FromBelow | None = None
     #: Pages in each exact group's table row.
     state_columns = 0
     batch: DecodeBatch | None = None
@@ -198,6 +218,16 @@ class Sequence:
     def suspended(self) -> bool:
         """Are its pages given up, until ``manager.resume``?"""
         return self.suspended_at >= 0
+
+    @property
+    def loadable(self) -> int:
+        """Tokens it could have without computing them if ``manager.load`` brought them up; ``computed`` if no more."""
+        return self.computed if self.below is None else max(self.computed, self.below.length)
+
+    @property
+    def loading(self) -> bool:
+        """Is content on its way up? Then nothing can be planned for it until ``manager.poll`` has taken that in."""
+        return self.below is not None and self.below.loading
 
     @property
     def committed(self) -> int:

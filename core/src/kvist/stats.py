@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
@@ -44,6 +44,41 @@ class GroupStats:
 
 
 @attrs.frozen
+class TierGroupStats:
+    """Pages of one group in a tier below the device. For the disk a page is a block's part of the group.
+
+    capacity: pages if the group had the whole tier, 0 for the disk, whose budget is in bytes. used: pages there now,
+    those on their way down included. moved_down, moved_up: pages that arrived there from above, and on the device from
+    there. evicted: pages that made room; the disk counts its own.
+    """
+
+    name: str
+    page_bytes: int
+    capacity: int
+    used: int
+    moved_down: int
+    moved_up: int
+    evicted: int
+
+
+@attrs.frozen
+class TierStats:
+    """One tier below the device: ``host`` or ``disk``.
+
+    reused_tokens: of the manager's, those in blocks that had come up from here; what no tier below claims was on the
+    device. resumed_tokens: likewise. failed_blocks: copies of blocks, up or down, that did not arrive.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    reused_tokens: int
+    resumed_tokens: int
+    failed_blocks: int
+    groups: tuple[TierGroupStats, ...]
+
+
+@attrs.frozen
 class ManagerStats:
     """Totals since the manager was made. Work of refused or cancelled steps is not in them: a sequence counts when its
     first step completes, and however often it was opened, planned, refused or resumed before, it counts once.
@@ -66,6 +101,7 @@ class ManagerStats:
     open_sequences: int
     extents: int
     groups: tuple[GroupStats, ...]
+    tiers: tuple[TierStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -117,10 +153,14 @@ class Tally:
         self.computed_tokens = self.steps = 0
         self.evicted = [0] * group_count
         self.lost_tokens = [0] * group_count
+        #: Wants to know of requests and resumed sequences as they are counted.
+        self.on_start: Callable[[Sequence], None] | None = None
 
     def begin(self, sequence: Sequence) -> None:
         """The sequence's first step, or its first one after ``resume``, is completed."""
         sequence.started = True
+        if self.on_start is not None and sequence.origin != "forked":
+            self.on_start(sequence)
         if sequence.origin == "resumed":
             self.resumes += 1
             self.resumed_tokens += sequence.claimed
@@ -142,12 +182,23 @@ class Tally:
 
 
 @attrs.frozen
+class TierCleared:
+    """What ``clear`` did to a tier below the device. freed_bytes: gone. held_bytes: nobody finds it any more, and it
+    goes when copies in progress have finished; on the disk, files that could not be removed."""
+
+    name: str
+    freed_bytes: int
+    held_bytes: int
+
+
+@attrs.frozen
 class Cleared:
     """What ``clear`` did. freed: pages per group that are free now. held: pages per group that are still held by open
-    sequences; nobody else finds them, and they become free when those end."""
+    sequences and copies; nobody else finds them, and they become free when those end. tiers: below the device."""
 
     freed: tuple[int, ...]
     held: tuple[int, ...]
+    tiers: tuple[TierCleared, ...] = ()
 
 
 def group_stats(

@@ -45,6 +45,7 @@ class DiskStats:
     damaged: entries dropped because their file was missing, unreadable or not intact.
     evicted: entries that made room; ``foreign_evicted`` of other formats.
     write_errors: blocks not kept because the file system refused.
+    pages: for each group, entries that have a part of it.
     """
 
     entries: int
@@ -60,6 +61,7 @@ class DiskStats:
     foreign_evicted: int
     damaged: int
     write_errors: int
+    pages: tuple[int, ...]
 
 
 @attrs.frozen
@@ -98,6 +100,7 @@ class DiskStore:
         self, folder: str | os.PathLike[str], format_digest: bytes, part_bytes: Sequence[int], budget_bytes: int
     ) -> None:
         self.folder = Path(folder)
+        self.format_digest = format_digest
         self._files = BlockFiles(self.folder, format_digest, part_bytes)
         self._budget = budget_bytes
         self._index: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -148,16 +151,34 @@ class DiskStore:
             return ()
         return tuple(group for group in range(entry.groups.bit_length()) if entry.groups >> group & 1)
 
-    def put(self, key: bytes, parts: Sequence[BytesLike | None]) -> bool:
+    def masks(self, keys: Sequence[bytes]) -> list[int]:
+        """For each key its groups as bits, 0 without an entry. Counts as a use of them, the first the latest: a block
+        is of no use without those before it."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._index:
+                    self._index.move_to_end(key)
+            return [entry.groups if (entry := self._index.get(key)) else 0 for key in keys]
+
+    @property
+    def generation(self) -> int:
+        """Changes with every :meth:`clear`."""
+        return self._generation
+
+    def put(self, key: bytes, parts: Sequence[BytesLike | None], generation: int | None = None) -> bool:
         """Keep a block: for each group its content or None, at least one. Parts of other groups kept before stay.
 
+        generation: the store's when the content was known to be good; after a later ``clear`` it is not kept.
         True when the entry holds these parts; False when they could not be kept, and then nothing has changed.
         """
         given = mask(parts)
         assert len(key) == 32 and given
         with self._lock:
             self._require_open()
-            generation = self._generation
+            if generation is None:
+                generation = self._generation
+            if generation != self._generation:
+                return False
             known = self._index.get(key)
             if known is not None and not given & ~known.groups:
                 self._index.move_to_end(key)
@@ -245,6 +266,10 @@ class DiskStore:
                 foreign_evicted=self._foreign_evicted,
                 damaged=self._damaged,
                 write_errors=self._write_errors,
+                pages=tuple(
+                    sum(entry.groups >> group & 1 for entry in self._index.values())
+                    for group in range(self._files.all_groups.bit_length())
+                ),
             )
 
     def check(self) -> list[str]:

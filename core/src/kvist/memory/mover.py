@@ -35,6 +35,7 @@ class Copy:
     source_pages, target_pages: for each group int32 ``[blocks]``, :data:`NO_PAGE` where the block has nothing to copy
         in this group; nothing at all for the disk's side. They are the copier's until the batch is finished.
     keys: the blocks' content keys if one side is the disk.
+    generation: the disk's when the batch was made; see :meth:`kvist.memory.disk.DiskStore.put`.
     """
 
     source: Tier
@@ -42,6 +43,7 @@ class Copy:
     source_pages: tuple[IntArray, ...] = ()
     target_pages: tuple[IntArray, ...] = ()
     keys: tuple[bytes, ...] = ()
+    generation: int | None = None
 
     def __attrs_post_init__(self) -> None:
         assert self.source is not self.target
@@ -142,7 +144,7 @@ class CpuMover:
             parts: list[memoryview | None] = [None] * len(copy.source_pages)
             for group, page in block_pages(copy.source_pages, position):
                 parts[group] = self._pages[copy.source][group][page, : self._content_bytes[group]].data
-            if not self._disk.put(key, parts):
+            if not self._disk.put(key, parts, copy.generation):
                 failed.append(position)
         return failed
 

@@ -93,7 +93,7 @@ class StreamMover:
                 stage.copy_(self._pages[Tier.DEVICE][group][page, : len(stage)], non_blocking=True)
                 parts[group] = stage.numpy().data
             self._drain()
-            if not self._disk.put(key, parts):
+            if not self._disk.put(key, parts, copy.generation):
                 failed.append(position)
         return failed
 

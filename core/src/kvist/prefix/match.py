@@ -70,6 +70,20 @@ def find(
     pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
     # A snapshot filed under an open block was made at the block's last token, whichever that is.
     open_end = known if last.is_open and matched == last.length else 0
+    length, limited_by = settle(layout, sparse, pages, length, unit, open_end)
+    return Match(length, pages[:, : -(-length // block)], path, known, limited_by, hoped - length)
+
+
+def settle(
+    layout: Layout, sparse: Sequence[Group], pages: IntArray, length: int, unit: int, open_end: int
+) -> tuple[int, Group | None]:
+    """The largest multiple of ``unit`` up to ``length``, itself one, at which every sparse group can resume, and the
+    group without which it were larger.
+
+    pages: int32 ``[groups, blocks]``, NO_PAGE where absent. open_end: the position at which a snapshot filed under an
+    open last block was made, 0 without one.
+    """
+    block = layout.block_tokens
     limited_by = None
     settled = False
     while not settled and length:
@@ -84,7 +98,7 @@ def find(
                 fitting = _resumable(group, pages[group.index], length, block)
             if fitting < length:
                 length, settled, limited_by = fitting - fitting % unit, False, group
-    return Match(length, pages[:, : -(-length // block)], path, known, limited_by, hoped - length)
+    return length, limited_by
 
 
 def _last_snapshot(pages: IntArray, length: int, block: int, open_end: int) -> int:

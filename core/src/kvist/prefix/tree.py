@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 
 import attrs
@@ -71,6 +72,8 @@ class PrefixTree:
         self.set_aside: list[Extent] = []
         #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
         self.watcher: IndexWatcher | None = None
+        #: Where somebody wants to know of them: extents that became idle, each with the path to it.
+        self.idled: deque[Extent] | None = None
 
     def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
         """The longest known run of leading tokens: ``(extent, tokens matched in it)``, root side first.
@@ -210,6 +213,8 @@ class PrefixTree:
                     self.offer(node)
             node = node.parent
             node.holds -= 1
+        if self.idled is not None and not extent.holds:
+            self.idled.append(extent)
         return removed
 
     def pass_time(self, ticks: int) -> None:
