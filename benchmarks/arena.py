@@ -1,8 +1,8 @@
 """Traffic changes, memory follows: how much of one arena holds useful content, beside a static split of the same bytes.
 
-A model with three kinds of layers, whose pages are unequal: full attention (128 KiB per block of 16 tokens), a window of
-512 tokens (40 KiB) and a recurrent state (1.5 MiB per sequence). Three kinds of traffic, one after the other on the same
-manager, each with more than the memory holds:
+A model with three kinds of layers, whose pages are unequal: full attention (128 KiB per block of 16 tokens), a window
+of 512 tokens (40 KiB) and a recurrent state (1.5 MiB per sequence). Three kinds of traffic, one after the other on the
+same manager, each with more than the memory holds:
 
 * long: prompts of 8,000 to 24,000 tokens, up to 4 running. Nearly all bytes are full attention's.
 * short: 200 to 900 tokens, up to 200 running. Every sequence has a state and most of a window.
@@ -10,17 +10,17 @@ manager, each with more than the memory holds:
   point every 512 tokens: snapshots of states take a large part of the memory.
 
 The engine is the same for both: it admits while the next prompt's first chunk fits, and all that everybody will need
-until its end, computes it in chunks of 2,048 tokens, generates 64 tokens, and closes. If a running sequence does not get its next
-page all the same, the youngest is suspended and waits until the others leave room. A request that does not even fit when
-nothing else runs is refused.
+until its end, computes it in chunks of 2,048 tokens, generates 64 tokens, and closes. If a running sequence does not
+get its next page all the same, the youngest is suspended and waits until the others leave room. A request that does
+not even fit when nothing else runs is refused.
 
 The peer is the same manager with a floor for each group, in sum the whole arena: the most that each group held in the
 first phase, and the rest in proportion to what it held and cached at its end. That is how a cache with a pool per group
 behaves between two restarts.
 
-Utilisation is the part of the usable bytes (all but the reserved slab) in pages that are held or cached, their padding not
-counted, at each step of a phase from half of its requests on until the last is admitted. The figure is the mean over the
-phases after the first.
+Utilisation is the part of the usable bytes (all but the reserved slab) in pages that are held or cached, their padding
+not counted, at each step of a phase from half of its requests on until the last is admitted. The figure is the mean
+over the phases after the first.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Counts:
     def text(self) -> str:
         steps = max(1, self.steps)
         return (
-            f"{self.utilisation:.1%} used, {self.admitted} admitted, {self.refused} refused, {self.suspended} suspended, "
-            f"{self.rows / steps:.1f} running in {self.steps} steps, "
+            f"{self.utilisation:.1%} used, {self.admitted} admitted, {self.refused} refused, "
+            f"{self.suspended} suspended, {self.rows / steps:.1f} running in {self.steps} steps, "
             f"{self.reused_tokens / max(1, self.prompt_tokens):.1%} reused, {self.moved_bytes / 2**20:,.0f} MiB moved, "
             f"{1e3 * self.seconds / steps:.2f} ms per step with the engine"
         )
@@ -309,8 +309,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             ratio=statistics.median(run[0] / run[1] for run in after),
             runs=len(results),
             note=f"at least {LEAST_PERCENT:g} % are wanted: {'yes' if lowest >= LEAST_PERCENT else 'no'}, lowest phase "
-            f"{lowest:.1f} %; suspended {suspended[0]} (the split {suspended[1]}), refused {refused[0]} ({refused[1]}), "
-            f"steps after the shift {steps[0]:,} ({steps[1]:,}), tokens reused after it {reused[0]:.1%} "
+            f"{lowest:.1f} %; suspended {suspended[0]} (the split {suspended[1]}), refused {refused[0]} "
+            f"({refused[1]}), steps after the shift {steps[0]:,} ({steps[1]:,}), tokens reused after it {reused[0]:.1%} "
             f"({reused[1]:.1%}); {moved / 2**20:,.0f} MiB moved per run, in an arena of {MEMORY_BYTES >> 20:,} MiB",
         )
     ]

@@ -9,7 +9,7 @@ for each of them, so nobody loses content that a copy can keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import attrs
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.eviction import NOTHING, Eviction, Moves, choose
+from kvist.keeper import Keeper
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.owed import Owed
 from kvist.prefix.extent import Extent
-from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
 
@@ -40,14 +40,15 @@ class Defragmenter:
     def __init__(
         self,
         layout: Layout,
-        tree: PrefixTree,
+        keeper: Keeper,
         ledger: Ledger,
         tables: Tables,
         owed: Owed,
         sequences: Mapping[int, Sequence],
     ) -> None:
         self._layout = layout
-        self._tree = tree
+        self._keeper = keeper
+        self._tree = keeper.tree
         self._ledger = ledger
         self._tables = tables
         self._owed = owed
@@ -63,26 +64,36 @@ class Defragmenter:
     def make_room(self, needed: SequenceOf[int]) -> tuple[Eviction, list[int]]:
         """What must be evicted and moved for ``needed`` pages per group, and the pages each would lack all the same.
         Changes nothing."""
-        tree, ledger = self._tree, self._ledger
+        keeper, ledger = self._keeper, self._ledger
         if not self.useful:
-            return choose(tree, ledger, needed)
+            return choose(keeper, ledger, needed)
         if not any(ledger.arena.shortage(needed)):
             return NOTHING, [0] * len(needed)
         fixed = self._fixed_slabs()
-        movable = [int(np.count_nonzero(~fixed[g][ledger.arena.slabs_of(g)])) for g in range(len(needed))]
-        eviction, short = choose(tree, ledger, needed, movable)
+        movable = self._movable(fixed)
+        eviction, short = choose(keeper, ledger, needed, movable)
         if any(short):
             return eviction, short
         moves = self._plan(needed, eviction, fixed)
         if moves is None:
             return eviction, short
         if self._bytes(moves) > self._limit_bytes:
-            more, lacking = choose(tree, ledger, needed)
+            more, lacking = choose(keeper, ledger, needed)
             if not any(lacking):
                 return more, lacking
             # Better a long copy than a request that waits.
-            eviction, short = choose(tree, ledger, needed, movable)
+            eviction, short = choose(keeper, ledger, needed, movable)
         return attrs.evolve(eviction, moves=moves), short
+
+    def shortage(self, freed: SequenceOf[SequenceOf[IntArray]]) -> Callable[[SequenceOf[int]], list[int]]:
+        """For what is needed per group: the pages each group would lack once ``freed[group]`` is given back and pages
+        have moved together. Holds until something changes."""
+        arena = self._ledger.arena
+        if not self.useful:
+            return lambda needed: arena.shortage(needed, freed)
+        movable = self._movable(self._fixed_slabs())
+        counts = [sum(map(len, each)) for each in freed]
+        return lambda needed: arena.shortage_on_paper(needed, counts, movable)
 
     def carry_out(self, moves: Moves) -> None:
         """Give the moved pages their new names everywhere, and owe the copies to the next step."""
@@ -191,6 +202,11 @@ class Defragmenter:
         for pages in eviction.freed[group] if eviction.freed else ():
             mask[pages] = True
         return mask
+
+    def _movable(self, fixed: list[npt.NDArray[np.bool_]]) -> list[int]:
+        """Slabs per group all of whose pages may move."""
+        arena = self._ledger.arena
+        return [int(np.count_nonzero(~slabs[arena.slabs_of(group)])) for group, slabs in enumerate(fixed)]
 
     def _fixed_slabs(self) -> list[npt.NDArray[np.bool_]]:
         """Per group and slab, does it hold a page that a step in flight names?"""

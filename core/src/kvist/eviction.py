@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvist.keeper import Keeper
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
@@ -58,10 +58,10 @@ _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
 def choose(
-    tree: PrefixTree, ledger: Ledger, needed: Sequence[int], movable: Sequence[int] | None = None
+    keeper: Keeper, ledger: Ledger, needed: Sequence[int], movable: Sequence[int] | None = None
 ) -> tuple[Eviction, list[int]]:
-    """Least recently used idle leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
-    and a few more for the steps to come where there are any.
+    """Idle leaves in the keeper's order, cut from their ends, until ``needed[group]`` pages would be free in every
+    group, and a few more for the steps to come where there are any.
 
     When leaves are not enough, cached pages of sparse groups inside extents that are held go too: a hit gets shorter,
     and a request that runs alone can go on.
@@ -77,14 +77,14 @@ def choose(
     alone = len(needed) == 1 and not ledger.sparse[0]
     ahead = min(layout.page_capacity(layout.groups[0]) // _AHEAD_PART, _AHEAD_MOST)
     if alone:
-        return _choose_alone(tree, needed[0] - arena.free_count[0], ahead)
+        return _choose_alone(keeper, needed[0] - arena.free_count[0], ahead)
     freed: list[list[IntArray]] = [[] for _ in groups]
     shortage = _Shortage(ledger, freed, movable)
     if not any(shortage(needed)):
         return NOTHING, [0 for _ in groups]
     wanted = [count if group.exact else count + ahead for count, group in zip(needed, layout.groups)]
     short = shortage(wanted)
-    queue = _Queue(tree)
+    queue = keeper.queue()
     while any(short):
         extent = queue.pop()
         if extent is None:
@@ -102,17 +102,17 @@ def choose(
         short = shortage(needed)
         if any(short) and any(ledger.sparse):
             keeps = {id(extent): keep for extent, keep in queue.victims}
-            gaps = _choose_gaps(tree, ledger, needed, keeps, shortage)
+            gaps = _choose_gaps(keeper.tree, ledger, needed, keeps, shortage)
             short = shortage(needed)
-    return queue.eviction(gaps, freed), short
+    return Eviction(queue.victims, gaps, *queue.looked_at(), freed), short
 
 
-def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
+def _choose_alone(keeper: Keeper, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
     """As :func:`choose` for one dense group, which is plain counting."""
     if lacking <= 0:
         return NOTHING, [0]
     left = lacking + ahead
-    queue = _Queue(tree)
+    queue = keeper.queue()
     while left:
         extent = queue.pop()
         if extent is None:
@@ -121,7 +121,7 @@ def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction,
         count = min(blocks, left)
         left -= count
         queue.cut(extent, blocks - count)
-    return queue.eviction((), ()), [max(0, left - ahead)]
+    return Eviction(queue.victims, (), *queue.looked_at()), [max(0, left - ahead)]
 
 
 class _Shortage:
@@ -158,48 +158,9 @@ class _Shortage:
         return low
 
 
-class _Queue:
-    """Idle leaves, least recently used first, and what would become a leaf when they were gone. Changes nothing."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        self._leaves = tree.leaves()
-        self._leaf = next(self._leaves, None)
-        self._gone: dict[int, int] = {}
-        #: Parents whose children would all be gone, by last use.
-        self._uncovered: list[tuple[int, int, Extent]] = []
-        self.victims: list[Victim] = []
-
-    def pop(self) -> Extent | None:
-        """The next extent to cut."""
-        leaf = self._leaf
-        if self._uncovered and (leaf is None or self._uncovered[0][0] <= leaf.last_used):
-            return heapq.heappop(self._uncovered)[2]
-        if leaf is not None:
-            self._leaf = next(self._leaves, None)
-        return leaf
-
-    def cut(self, extent: Extent, keep_blocks: int) -> None:
-        """Note a victim."""
-        self.victims.append((extent, keep_blocks))
-        parent = extent.parent
-        if not keep_blocks and parent is not None and parent.parent is not None and not parent.holds:
-            gone = self._gone.get(id(parent), 0) + 1
-            self._gone[id(parent)] = gone
-            if gone == len(parent.children):
-                heapq.heappush(self._uncovered, (parent.last_used, len(self.victims), parent))
-
-    def eviction(self, gaps: Sequence[Gap], freed: Sequence[Sequence[IntArray]]) -> Eviction:
-        """What was chosen. Until it is carried out, the leaves looked at stay candidates."""
-        looked_at = [extent for extent, _ in self.victims]
-        if self._leaf is not None:
-            looked_at.append(self._leaf)
-        self._tree.set_aside = looked_at
-        return Eviction(self.victims, gaps, looked_at, self._leaf, freed)
-
-
-def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
+def evict(keeper: Keeper, ledger: Ledger, eviction: Eviction) -> list[int]:
     """Remove what was chosen from the index and free its pages. Returns the pages freed per group."""
+    tree = keeper.tree
     counts = [0] * len(ledger.sparse)
     if tree.set_aside is eviction.looked_at:
         # Victims that are only cut are offered again below. Another plan's leaves wait for the next search.
@@ -207,6 +168,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
         if eviction.spare is not None:
             tree.offer(eviction.spare)
     for extent, keep_blocks in eviction.victims:
+        if keeper.learns:
+            keeper.cutting(extent, keep_blocks)
         removed = tree.truncate(extent, keep_blocks)
         for group, row in enumerate(removed):
             pages = present(row) if ledger.sparse[group] else row
@@ -214,6 +177,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
             counts[group] += len(pages)
     for gap in eviction.gaps:
         pages = gap.extent.pages[gap.group, gap.blocks]
+        if tree.watcher is not None:
+            tree.watcher.lost(gap.extent, gap.group, gap.blocks)
         gap.extent.pages[gap.group, gap.blocks] = NO_PAGE
         ledger.unpublish(gap.group, pages)
         counts[gap.group] += len(pages)

@@ -69,7 +69,7 @@ class Owed:
                 fresh[page] = None
 
     def again(self, step: Step) -> None:
-        """The step will not run: what it was to do comes before what is owed since."""
+        """The step has not begun and will not: what it was to do comes before what is owed since."""
         since = self._copies, self._fresh
         groups = len(self._copies)
         self._copies, self._fresh = [{} for _ in range(groups)], [{} for _ in range(groups)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import attrs
 import numpy as np
@@ -101,6 +101,8 @@ class Sequence:
     #: Leading tokens that the index knew then, and the group without which more of them had been reused.
     matched = 0
     limited_by: Group | None = None
+    #: How many more.
+    lost = 0
     #: Blocks that have a page, or had one until the group dropped it.
     block_count = 0
     #: Positions where a prefill chunk must end for a snapshot of the states, ascending.
@@ -118,6 +120,9 @@ class Sequence:
     #: May others find what it computes?
     shares = True
     sources: Sources | None = None
+    #: For the eviction policy: the mark of the deepest extent it claimed, and the first block that it added.
+    claimed_mark = -1
+    first_key: tuple[int, bytes] | None = None
     #: Pages in each exact group's table row.
     state_columns = 0
     batch: DecodeBatch | None = None
@@ -129,6 +134,10 @@ class Sequence:
     closing = False
     #: What the sequence had computed when it was suspended, -1 while it is not.
     suspended_at = -1
+    #: For statistics: where its tokens came from when it was made or last resumed, how many it then had without
+    #: computing them, and has it computed any since, as far as they are counted?
+    origin: Literal["opened", "forked", "resumed"] = "opened"
+    claimed = 0
     started = False
     _computed = 0
     _output = _NO_OUTPUT

@@ -26,6 +26,11 @@ def present(pages: IntArray) -> IntArray:
     return pages if np.count_nonzero(there) == len(pages) else pages[there]
 
 
+def repeats(pages: IntArray) -> bool:
+    """Is a page named twice? ``pages`` has no NO_PAGE in it."""
+    return bool(len(pages)) and int(np.bincount(pages).max()) > 1
+
+
 def overlaps(
     begin: npt.NDArray[np.int64],
     end: npt.NDArray[np.int64],
@@ -77,6 +82,11 @@ class Step:
     @property
     def row_count(self) -> int:
         return len(self.slots)
+
+    @property
+    def begins(self) -> bool:
+        """Is there anything to copy or to fill with zeros before the rows are written?"""
+        return any(map(len, self.copies)) or any(map(len, self.fresh))
 
     @property
     def token_count(self) -> int:

@@ -54,8 +54,9 @@ def test_the_whole_arena_can_be_promised() -> None:
         (
             {HISTORY: 5, WINDOW: 5, STATE: 0},
             CapacityError,
-            f"the floors do not fit: they need 3584 bytes (5 pages of group {HISTORY}, 5 pages of group {WINDOW}) and "
-            "the cache has 3072\nhint: lower the floors or give the cache more memory",
+            f"the floors do not fit: they need 3584 bytes (5 pages of group {HISTORY}, 5 pages of group {WINDOW}) "
+            "and the "
+            "cache has 3072\nhint: lower the floors or give the cache more memory",
         ),
         (
             {HISTORY: 5},
@@ -76,8 +77,9 @@ def test_a_request_that_no_longer_fits_beside_the_floors_is_refused() -> None:
     with pytest.raises(CapacityError) as caught:
         manager.open(np.arange(40))
     assert str(caught.value) == (
-        f"40 tokens never fit: they need 10752 bytes (10 pages of group {HISTORY}, 3 pages of group {WINDOW}, 1 pages "
-        f"of group {STATE}, floors included) and the cache has 10240\n"
+        f"40 tokens never fit: they need 10752 bytes (10 pages of group {HISTORY}, 3 pages of group {WINDOW}, "
+        "1 pages of "
+        f"group {STATE}, floors included) and the cache has 10240\n"
         "hint: shorten the request or give the cache more memory"
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.layout import Layout
-from kvist.step import IntArray
+from kvist.step import IntArray, repeats
 
 
 class Arena:
@@ -189,7 +189,7 @@ class Arena:
         for group, stack in enumerate(self._free):
             pages = stack[: self.free_count[group]]
             name = self.layout.groups[group].name
-            if len(np.unique(pages)) != len(pages):
+            if repeats(pages):
                 faults.append(f"{name}: a page is free twice")
             if len(pages) and int(pages.min()) < self.pages_per_slab[group]:
                 faults.append(f"{name}: a reserved page is free")

@@ -24,6 +24,7 @@ class Match:
     known: leading tokens of the prompt that the index knows, reusable or not.
     limited_by: the group that has no restore point between ``length`` and what the others could reuse; ``None`` when
         ``length`` is all that is known, or as much as the limit and the reuse unit leave of it.
+    lost: how many more tokens there were but for that group and others that lack restore points.
     """
 
     length: int
@@ -31,6 +32,7 @@ class Match:
     path: list[tuple[Extent, int]]
     known: int
     limited_by: Group | None
+    lost: int = 0
 
 
 def find(
@@ -61,6 +63,7 @@ def find(
     unit = block if whole_blocks else layout.reuse_unit
     length = max(0, min(known, limit) - backoff)
     length -= length % unit
+    hoped = length
     pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
     # one is whole, so pieces always meet at block boundaries.
@@ -81,7 +84,7 @@ def find(
                 fitting = _resumable(group, pages[group.index], length, block)
             if fitting < length:
                 length, settled, limited_by = fitting - fitting % unit, False, group
-    return Match(length, pages[:, : -(-length // block)], path, known, limited_by)
+    return Match(length, pages[:, : -(-length // block)], path, known, limited_by, hoped - length)
 
 
 def _last_snapshot(pages: IntArray, length: int, block: int, open_end: int) -> int:
