@@ -311,7 +311,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             note=f"at least {LEAST_PERCENT:g} % are wanted: {'yes' if lowest >= LEAST_PERCENT else 'no'}, lowest phase "
             f"{lowest:.1f} %; suspended {suspended[0]} (the split {suspended[1]}), refused {refused[0]} "
             f"({refused[1]}), steps after the shift {steps[0]:,} ({steps[1]:,}), tokens reused after it "
-            f"{reused[0]:.1%} ({reused[1]:.1%}); {moved / 2**20:,.0f} MiB moved per run, in an arena of {MEMORY_BYTES >> 20:,} MiB",
+            f"{reused[0]:.1%} ({reused[1]:.1%}); {moved / 2**20:,.0f} MiB moved per run, in an arena "
+            f"of {MEMORY_BYTES >> 20:,} MiB",
         )
     ]
 
