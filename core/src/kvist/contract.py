@@ -51,6 +51,9 @@ class CacheManager(Protocol):
         """What the batch would need. Changes nothing. Rows of the step: ``decode``'s first, then runs of one query
         token, then the others, each in the order given.
 
+        Pages that steps in flight name stay where they are, so a plan that does not fit may fit once they are
+        completed: try that before anybody is suspended.
+
         Steps in flight count as completed; a sequence whose step in flight has drafts has to wait for it. Where a
         group keeps states, a run with drafts needs a page for the state after each of its query tokens.
 

@@ -120,7 +120,7 @@ class Defragmenter:
         group: int,
         sources: IntArray,
         destinations: IntArray,
-        extents: Iterable[Extent],
+        extents: SequenceOf[Extent],
         sequences: Iterable[Sequence],
     ) -> None:
         # The last entry is what NO_PAGE, -1, finds.
@@ -128,9 +128,15 @@ class Defragmenter:
         names = np.arange(page_count + 1, dtype=np.int32)
         names[-1] = NO_PAGE
         names[sources] = destinations
-        for extent in extents:
-            row = extent.pages[group]
-            row[:] = names[row]
+        # Few extents have a page that moves: to find them, all are looked at in one piece.
+        rows = [extent.pages[group] for extent in extents]
+        if rows:
+            moving = np.zeros(page_count + 1, np.bool_)
+            moving[sources] = True
+            hits = np.flatnonzero(moving[np.concatenate(rows)])
+            ends = np.cumsum([len(row) for row in rows])
+            for place in np.unique(np.searchsorted(ends, hits, side="right")).tolist():
+                rows[place][:] = names[rows[place]]
         table = self._tables.arrays[group]
         exact = group in self._exact
         for sequence in sequences:
