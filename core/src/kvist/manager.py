@@ -619,7 +619,6 @@ class PagedCacheManager:
             waiting, self._spoiled = self._spoiled, []
             for sequence in waiting:
                 if sequence.in_flight:
-                    sequence.undecided = True
                     self._spoiled.append(sequence)
                 elif not sequence.suspended:
                     sequence.undecided = False

@@ -29,7 +29,7 @@ def engine_of(mix: str, pages: int = 60, block: int = P, **options: object) -> E
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_chunks_of_one_prompt_overlap(mix: str, block: int, depth: int) -> None:
     engine = engine_of(mix, block=block)
@@ -48,8 +48,7 @@ def test_chunks_of_one_prompt_overlap(mix: str, block: int, depth: int) -> None:
     engine.drained()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize(("block", "depth"), [(1, 2), (4, 1), (4, 3)])
 @pytest.mark.parametrize("mix", ALL)
 def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, depth: int) -> None:
     rng = np.random.default_rng([block, depth])
@@ -257,30 +256,59 @@ def test_a_row_that_left_a_cancelled_step_joins_again() -> None:
     assert (sequence.computed, other.computed) == (14, 15)
 
 
-def test_publishing_waits_while_a_step_reads_the_table() -> None:
-    """Both compute the same prompt; the second one's table is in a step in flight when it learns that its blocks are
-    known, so it switches to them later and the step's table stays as it was."""
-    engine = engine_of("history")
-    first, second = engine.open(range(1, 13)), engine.open(range(1, 13))
-    engine.run(Run(second, 4))
-    engine.run(Run(first, 8))
-    engine.run(Run(second, 4), Run(first, 1))
-    one = engine.launch(Run(second, 2))
-    before = one.step.tables[0][second.slot, :3].tolist()
-    two = engine.launch(Run(second, 2), Run(first, 3))
-    engine.land(one)
-    assert two.step.tables[0][second.slot, :3].tolist() == before
-    engine.land(two)
-    engine.decode(first, 5)
-    engine.decode(second, 5)
-    engine.close(first, second)
+@pytest.mark.parametrize("mix", ALL)
+def test_publishing_waits_while_a_step_reads_the_table(mix: str) -> None:
+    """While one has steps in flight, another publishes the same blocks. Its table stays as its steps were given it, and
+    names the known pages once nothing is in flight."""
+    engine = engine_of(mix)
+    slow, fast = engine.open(range(1, 14)), engine.open(range(1, 14))
+    flights = [engine.launch(Run(slow, 4)) for _ in range(3)]
+    engine.run(Run(fast, 8))
+    tables = [table[slow.slot].copy() for table in flights[0].step.tables]
+    engine.land(flights[0])
+    engine.land(flights[1])
+    for group, before in zip(engine.manager.layout.groups, tables):
+        if not group.sparse:
+            now = flights[2].step.tables[group.index]
+            assert now[slow.slot].tolist() == before.tolist()
+            assert set(now[slow.slot, :2].tolist()).isdisjoint(now[fast.slot, :2].tolist())
+    engine.land(flights[2])
+    for group in engine.manager.layout.groups:
+        if not group.sparse:
+            now = flights[2].step.tables[group.index]
+            assert now[slow.slot, :2].tolist() == now[fast.slot, :2].tolist()
+    engine.prefill(slow, fast)
+    engine.extend(slow, range(50, 55))
+    engine.extend(fast, range(60, 65))
+    engine.prefill(slow, fast, chunk=2)
+    engine.close(slow, fast)
+    engine.drained()
+
+
+@pytest.mark.parametrize("mix", sorted(STATES))
+def test_nothing_is_planned_on_a_state_that_a_failed_step_may_have_overwritten(mix: str) -> None:
+    """Three in flight, the newest fails: until the older two are completed and the sequence is resumed, no plan."""
+    engine = engine_of(mix)
+    sequence = engine.open(range(12))
+    flights = [engine.launch(Run(sequence, 3)) for _ in range(3)]
+    engine.manager.cancel(flights.pop().step)
+    for flight in flights:
+        assert not sequence.suspended
+        with pytest.raises(StateError):
+            engine.manager.plan([Run(sequence, 3)])
+        engine.land(flight)
+    assert sequence.suspended
+    engine.resume(sequence)
+    engine.prefill(sequence)
+    engine.decode(sequence, 2)
+    engine.close(sequence)
     engine.drained()
 
 
 # Forks
 
 
-@pytest.mark.parametrize("computed", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("computed", [1, 4, 7])
 @pytest.mark.parametrize("mix", ALL)
 def test_forks_never_see_each_others_tokens(mix: str, computed: int) -> None:
     engine = engine_of(mix, pages=120)
@@ -462,7 +490,7 @@ def test_a_suspended_sequence_comes_back_where_it_was(mix: str, block: int) -> N
     """st-03: it holds nothing meanwhile. Nobody needed its pages, so all of it is still there: states too, because the
     end of what was computed is a restore point."""
     engine = engine_of(mix, block=block)
-    for length in range(1, 3 * block + 2):
+    for length in range(1, 2 * block + 2):
         sequence = engine.open(range(100 * length, 101 * length))
         engine.prefill(sequence)
         engine.decode(sequence, 2)
@@ -475,7 +503,7 @@ def test_a_suspended_sequence_comes_back_where_it_was(mix: str, block: int) -> N
         assert engine.resume(sequence) == length + 2
         engine.decode(sequence, block + 1)
         engine.close(sequence)
-    assert engine.manager.stats().resumed_tokens == sum(length + 2 for length in range(1, 3 * block + 2))
+    assert engine.manager.stats().resumed_tokens == sum(length + 2 for length in range(1, 2 * block + 2))
     engine.drained()
 
 
@@ -847,6 +875,26 @@ def test_any_number_of_drafts_is_accepted(mix: str, block: int, drafts: int) -> 
     engine.learn(sequence)
     engine.run(Run(sequence, 1, drafts), accepted={sequence: drafts})
     engine.close(sequence)
+    engine.drained()
+
+
+@pytest.mark.parametrize("mix", sorted(STATES))
+def test_a_run_with_drafts_makes_no_snapshot(mix: str) -> None:
+    """Nobody knows where it will end, and the state is not where a snapshot is taken from: whatever is accepted, no
+    position gets another one's state."""
+    engine = engine_of(mix, restore=RestorePolicy(every_blocks=1))
+    for number, (length, accepted) in enumerate([(7, 1), (7, 3), (6, 2), (5, 3), (7, 0), (4, 2)]):
+        start = 100 * number
+        sequence = engine.open(range(start, start + length), restore_at=[4, 8])
+        engine.prefill(sequence)
+        engine.learn(sequence)
+        step = engine.run(Run(sequence, 1, 2), accepted={sequence: accepted})
+        assert not any(map(len, step.saves))
+        engine.learn(sequence, more=0)
+        text = engine.texts[id(sequence)][:9].tolist()
+        engine.close(sequence)
+        for parting in range(3, 9):
+            engine.turn(*text[:parting], 9000 + parting)
     engine.drained()
 
 

@@ -292,7 +292,7 @@ def test_equal_requests_side_by_side_keep_one_copy(mix: str) -> None:
 # 10. A part of a block
 
 
-@pytest.mark.parametrize("block", [2, 4, 7])
+@pytest.mark.parametrize("block", [2, 5])
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("retentions", [(History(),), (History(), Window(3)), (Window(5, sinks=1),)])
 def test_a_branch_inside_a_block_gets_a_copy(retentions: tuple, live: bool, block: int) -> None:
@@ -489,13 +489,13 @@ def test_a_closed_slot_belongs_to_its_next_owner() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_reuse_of_a_history_is_the_longest_prefix_ever_computed(block: int, seed: int) -> None:
     """5, 7, 8, 10, ru-01, ru-13: with room for everything, a brute-force search says what is reused, token by token."""
     rng = np.random.default_rng([seed, block])
     engine = Engine(manager_of(1500, block_tokens=block))
     past: list[np.ndarray] = []
-    for _ in range(40):
+    for _ in range(30):
         length = int(rng.integers(1, 24))
         text = rng.integers(0, 2, length)
         if past and rng.random() < 0.7:

@@ -251,7 +251,7 @@ def test_the_spans_of_a_window_by_trying_every_query(window: Window, block: int)
                 assert (ordinal + 1) * block > length - rollback or ordinal < -(-window.sinks // block)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_windows_against_the_oracle(seed: int) -> None:
     """14, 15, 17: any two windows over a history, small pool, aborted and repeated prompts."""
     rng = np.random.default_rng(seed)
