@@ -263,8 +263,7 @@ class PagedCacheManager:
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
-        if sequence.loading:
-            self._leave_load(sequence)
+        self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)
         del self._sequences[sequence.slot]
@@ -334,8 +333,7 @@ class PagedCacheManager:
         tiers = () if self._lower is None else self._lower.clear()
         for sequence in self._sequences.values():
             sequence.shares = False
-            if sequence.below is not None:
-                sequence.below.length = 0
+            self._leave_tiers(sequence)
         self._epoch += 1
         freed = self._claims.forget()
         held = [self._ledger.held_count(group, self._tree.idle_blocks) for group in self._group_range]
@@ -343,6 +341,8 @@ class PagedCacheManager:
 
     def load(self, sequence: Sequence) -> bool:
         self._require_idle(sequence, "load()")
+        if sequence.suspended:
+            raise StateError("load() of a suspended sequence", hint="resume() it first")
         if self._lower is None or not self._lower.load(sequence):
             return False
         self._epoch += 1
@@ -478,8 +478,7 @@ class PagedCacheManager:
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""
         computed = sequence.computed
-        if sequence.loading:
-            self._leave_load(sequence)
+        self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         sequence.rebase(0)
         sequence.suspended_at = computed
@@ -504,12 +503,12 @@ class PagedCacheManager:
         self._lower.arrive(arriving)
         self._reclaim(sequence, limit)
         if resumed:
-            self._resumed_tokens += sequence.computed - before
+            self._resumed_tokens += max(0, sequence.computed - before)
         else:
             sequence.reused = sequence.computed
 
-    def _leave_load(self, sequence: Sequence) -> None:
-        if self._lower is not None:
+    def _leave_tiers(self, sequence: Sequence) -> None:
+        if self._lower is not None and sequence.below is not None:
             self._lower.leave(sequence)
 
     def _take_room(self, needed: list[int]) -> bool:

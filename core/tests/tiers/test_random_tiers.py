@@ -156,9 +156,14 @@ class TierTraffic(Traffic):
 
     def poll(self) -> None:
         before = [(sequence, sequence.computed) for sequence in self.singles if sequence.loading]
+        failed = [tier.failed_blocks for tier in self.manager.stats().tiers]
         self.cache.poll()
+        failed_now = [tier.failed_blocks for tier in self.manager.stats().tiers] != failed
         for sequence, computed in before:
-            assert computed <= sequence.computed < sequence.known or sequence.below.resumed
+            now = sequence.computed
+            # Where a part of a block failed to come up, a block that begins alike may be found no more.
+            assert computed <= now or failed_now
+            assert now < sequence.known or sequence.below.resumed
         stats = self.manager.stats()
         for sequence in self.singles:
             below = sequence.below

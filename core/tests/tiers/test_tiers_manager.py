@@ -272,6 +272,9 @@ def test_suspend_moves_down_and_resume_with_load_moves_up(mix: str, below: str, 
     cache.compute(sequence)
     cache.manager.suspend(sequence)
     assert len(cache.copier.queued) == 1
+    assert sequence.loadable == 0
+    with pytest.raises(StateError, match="suspended sequence"):
+        cache.manager.load(sequence)
     cache.flush()
     drop_device(cache)
     cache.evict_device()

@@ -62,11 +62,15 @@ class Backup:
         if self._queue and self._pages_in_use is not None:
             self._in_use = self._pages_in_use()
         some = False
+        looked_at: set[Extent] = set()
         while self._queue and self._flights.room_down > 0 and self._blocks_moving < self._most:
+            if self._queue[0] in looked_at:
+                self._queue.popleft()
+                continue
             transfer = self._transfer(self._queue[0], min(self._batch, self._most - self._blocks_moving))
             if self._waits:
                 break
-            self._queue.popleft()
+            looked_at.add(self._queue.popleft())
             some |= transfer is not None
         return some
 

@@ -166,7 +166,8 @@ class Level:
         """
         tree, block = self.tree, self.block
         ordinals, pages, first = arrival.ordinals, arrival.pages, arrival.first
-        end = max(first, int(ordinals[-1]) + 1)
+        there = ordinals[((pages != NO_PAGE) & ~arrival.lost).any(axis=0)]
+        end = max(first, int(there[-1]) + 1) if len(there) else first
         gaps = ordinals[(arrival.lost & self.dense[:, None]).any(axis=0)]
         if len(gaps):
             end = max(first, min(end, int(gaps[0])))

@@ -127,21 +127,20 @@ class LowerTiers:
         self._backups[0].now(extent)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence does not wait any more; what is on its way for it arrives for everybody."""
-        for transfer in self._flights.transfers.values():
-            if transfer.sequence is sequence:
-                transfer.sequence = None
-        if sequence.below is not None:
-            sequence.below.loading = False
+        """The sequence gives up what was found for it. What is on its way for it arrives for everybody."""
+        below = sequence.below
+        assert below is not None
+        if below.loading:
+            for transfer in self._flights.transfers.values():
+                if transfer.sequence is sequence:
+                    transfer.sequence = None
+        below.length, below.loading = 0, False
 
     def clear(self) -> tuple[TierCleared, ...]:
         """Forget everything in every lower tier; nothing that is on its way arrives."""
         self._flights.generation += 1
         for backup in self._backups:
             backup.forget()
-        for transfer in self._flights.transfers.values():
-            if transfer.sequence is not None:
-                self.leave(transfer.sequence)
         cleared = []
         if self.host is not None:
             layout = self.host.ledger.layout
@@ -159,7 +158,9 @@ class LowerTiers:
         """The sequence's first step is completed: what it reused counts."""
         below = sequence.below
         if below is not None:
-            for tier, tokens in ((Tier.HOST, below.host_tokens), (Tier.DISK, below.disk_tokens)):
+            host = min(below.host_tokens, sequence.reused)
+            disk = min(below.disk_tokens, sequence.reused - host)
+            for tier, tokens in ((Tier.HOST, host), (Tier.DISK, disk)):
                 if tokens:
                     self._reused[tier] += tokens
 
@@ -268,8 +269,9 @@ class LowerTiers:
             return None
         new = []
         for group, pages in enumerate(self.device.take(wanted)):
-            order = np.argsort(np.isin(pages, in_use[group]), kind="stable")
-            chosen, rest = np.split(pages[order], [needed[group]])
+            if in_use[group]:
+                pages = pages[np.argsort(np.isin(pages, in_use[group]), kind="stable")]
+            chosen, rest = np.split(pages, [needed[group]])
             if len(rest):
                 self.device.ledger.release(group, rest)
             new.append(chosen)
@@ -356,17 +358,16 @@ class LowerTiers:
         """Of the tokens ``before .. length - 1`` that a load made reusable those that came from the host and from the
         disk. A block for which nothing came up counts for the next one for which something did; one that came from both
         counts for the disk."""
-        tokens = {Tier.HOST: 0, Tier.DISK: 0}
-        tiers: dict[int, Tier] = {}
-        for part in sorted(transfer.parts, key=lambda part: part.copy.source is Tier.DISK):
-            arrived = (part.cells & ~transfer.lost[:, part.columns]).any(axis=0)
-            tiers.update(dict.fromkeys(transfer.ordinals[part.columns[arrived]].tolist(), part.copy.source))
-        begin = before
-        for ordinal in sorted(tiers):
-            end = min(length, (ordinal + 1) * self._block)
-            tokens[tiers[ordinal]] += max(0, end - begin)
-            begin = max(begin, end)
-        return tokens[Tier.HOST], tokens[Tier.DISK]
+        from_disk = np.zeros(len(transfer.ordinals), np.bool_)
+        arrived = np.zeros(len(transfer.ordinals), np.bool_)
+        for part in transfer.parts:
+            came = part.columns[(part.cells & ~transfer.lost[:, part.columns]).any(axis=0)]
+            arrived[came] = True
+            from_disk[came] |= part.copy.source is Tier.DISK
+        ends = np.clip((transfer.ordinals[arrived] + 1) * self._block, before, max(before, length))
+        counts = np.diff(ends, prepend=before)
+        disk = int(counts[from_disk[arrived]].sum())
+        return int(counts.sum()) - disk, disk
 
 
 def _count(transfer: Transfer) -> int:
