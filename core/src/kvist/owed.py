@@ -54,13 +54,23 @@ class Owed:
 
     def again(self, step: Step) -> None:
         """The step will not run: what it was to do comes before what is owed since."""
-        since = self._copies, self._fresh
-        groups = len(self._copies)
-        self._copies, self._fresh = [{} for _ in range(groups)], [{} for _ in range(groups)]
-        self.copy([[(int(source), int(to)) for source, to in pairs] for pairs in step.copies])
-        self.zero([pages.tolist() for pages in step.fresh])
-        self.copy([[(source, to) for to, source in copies.items()] for copies in since[0]])
-        self.zero(since[1])
+        for group, (pairs, pages) in enumerate(zip(step.copies, step.fresh)):
+            # Its copies are simultaneous: a source that is overwritten by another of them stands for what it held.
+            first: dict[int, int] = {int(to): int(source) for source, to in pairs}
+            zeros: dict[int, None] = dict.fromkeys(pages.tolist())
+            copies, fresh = dict(first), dict(zeros)
+            for to, source in self._copies[group].items():
+                if source in zeros:
+                    copies.pop(to, None)
+                    fresh[to] = None
+                else:
+                    fresh.pop(to, None)
+                    copies[to] = first.get(source, source)
+            for page in self._fresh[group]:
+                copies.pop(page, None)
+                fresh[page] = None
+            self._copies[group], self._fresh[group] = copies, fresh
+            self.something = self.something or bool(copies or fresh)
 
     def take(self) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
         """Everything owed, as a step has it; from now on nothing is."""

@@ -678,3 +678,16 @@ def test_what_failed_and_cannot_be_dropped_is_not_promised_again() -> None:
     cache.flush()
     assert second.computed == 12
     cache.compute(second)
+
+
+def test_paths_that_do_not_fit_below_together_do_not_push_each_other_out_for_ever() -> None:
+    cache = Cache(device_pages=24, host_pages=9)
+    cache.cached(range(100, 132))
+    cache.cached(range(200, 232))
+    cache.flush()
+    assert cache.tier("host").groups[0].moved_down <= 16
+    moved = cache.tier("host").groups[0].moved_down
+    for _ in range(20):
+        cache.poll()
+        cache.copier.run()
+    assert cache.tier("host").groups[0].moved_down == moved
