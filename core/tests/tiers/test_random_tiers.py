@@ -27,7 +27,7 @@ TIERS = {"host": (2.5, False), "small host": (0.3, False), "disk": (0.0, True), 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_every_read_is_clean_in_every_order_of_copies(mix: str, tiers: str, seed: int, tmp_path) -> None:
     run(mix, tiers, seed, tmp_path / "disk")
 
