@@ -73,6 +73,15 @@ def test_the_plugin_of_the_how_to_is_a_plugin():
     assert names["command"]("you") is None
 
 
+def test_the_scenarios_name_tests_that_exist():
+    page = (ROOT / "docs" / "reference" / "scenarios.md").read_text()
+    there = "\n".join(path.read_text() for path in ROOT.glob("core/tests/**/test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", page):
+        assert f"\ndef {name}(" in there, name
+    for path in re.findall(r"`((?:core|plugins)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+
+
 def test_the_tutorial_runs_as_it_stands(capsys):
     text = (ROOT / "docs" / "tutorial" / "embed-kvist.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -88,3 +97,11 @@ def test_the_how_to_on_tiers_runs_as_it_stands(tmp_path, capsys):
     names = {"__name__": "tiers", "folder": tmp_path / "cache"}
     exec(compile("\n".join(blocks), "use-host-and-disk-tiers.md", "exec"), names)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["host", "disk"]
+
+
+def test_watching_the_cache_runs_as_it_stands(capsys):
+    text = (ROOT / "docs" / "how-to" / "watch-the-cache.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    exec(compile("\n".join(blocks), "watch-the-cache.md", "exec"), {"__name__": "how-to"})
+    assert "2 requests, 66% of their 150 prompt tokens reused" in capsys.readouterr().out

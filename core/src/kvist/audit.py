@@ -77,14 +77,14 @@ def _present(rows: list[IntArray]) -> IntArray:
 
 def _table_faults(tables: Tables, sequences: SequenceOf[Sequence], exact: list[int]) -> list[str]:
     faults = []
-    used = {sequence.slot: sequence for sequence in sequences}
+    slots = [sequence.slot for sequence in sequences]
     for group, table in enumerate(tables.arrays):
-        for slot, row in enumerate(table):
-            count = 0
-            if slot in used:
-                count = used[slot].state_columns if group in exact else used[slot].block_count
-            if (row[count:] != NO_PAGE).any():
-                faults.append(f"table row {slot} names a page beyond its sequence's blocks")
+        counts = np.zeros((len(table), 1), np.int32)
+        counts[slots, 0] = [s.state_columns if group in exact else s.block_count for s in sequences]
+        beyond = (table != NO_PAGE) & (np.arange(table.shape[1]) >= counts)
+        faults += [
+            f"table row {slot} names a page beyond its sequence's blocks" for slot in np.flatnonzero(beyond.any(1))
+        ]
     for sequence in sequences:
         if not sequence.committed <= sequence.computed <= sequence.reserved:
             faults.append(f"slot {sequence.slot}: committed <= computed <= reserved does not hold")

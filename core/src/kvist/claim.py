@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvist.keeper import Keeper
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.match import Match
-from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Sequence, Sources, Tables
 from kvist.step import NO_PAGE, IntArray, present
 
@@ -16,9 +16,10 @@ from kvist.step import NO_PAGE, IntArray, present
 class Claims:
     """Leases and holds of sequences. Owns nothing; mutates tree, ledger and tables."""
 
-    def __init__(self, layout: Layout, tree: PrefixTree, ledger: Ledger, tables: Tables) -> None:
+    def __init__(self, layout: Layout, keeper: Keeper, ledger: Ledger, tables: Tables) -> None:
         self._block = layout.block_tokens
-        self._tree = tree
+        self._keeper = keeper
+        self._tree = keeper.tree
         self._ledger = ledger
         self._tables = tables
         self._dense = [group.index for group in layout.groups if not group.sparse]
@@ -44,6 +45,9 @@ class Claims:
             if start < boundary <= end:
                 # A claim that ends inside an extent splits it: who holds an extent holds all of it.
                 sequence.tip = self._tree.split_at(extent, whole - start // block)
+                sequence.claimed_mark = sequence.tip.mark
+                if sequence.tip is not extent and self._keeper.learns:
+                    self._keeper.left_behind(extent)
                 self._tree.hold(sequence.tip)
             if end >= length:
                 source_of = extent if length > boundary else sequence.tip

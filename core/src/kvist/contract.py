@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy.typing as npt
 
 from kvist.batch import DecodeBatch
+from kvist.capacity import Capacity
+from kvist.events import Listener
 from kvist.layout import Layout
 from kvist.plan import Plan, Run
 from kvist.sequence import Sequence
@@ -70,9 +72,10 @@ class CacheManager(Protocol):
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         """The step will not run or failed: its sequences are as before, but keep the pages they got.
 
-        ran: may anything of the step have been executed? States and rings can then be overwritten, so where a group
-        has them the step's sequences leave their batch and are suspended; :meth:`resume` takes them back to a restore
-        point.
+        ran: has it begun? Its copies and zeros are then done, and any of its rows may be written. States and rings can
+        be overwritten, so where a group has them the step's sequences leave their batch and are suspended, once their
+        older steps are completed; :meth:`resume` takes them back to a restore point. With ``False`` the copies and
+        zeros are left to the next step, and StateError is raised if there are any and a later step has begun.
         """
 
     def suspend(self, sequence: Sequence) -> None:
@@ -124,6 +127,20 @@ class CacheManager(Protocol):
 
     def check(self) -> None:
         """Raise AssertionError naming every violated invariant. For tests and diagnosis: costs time."""
+
+    def listen(self, max_blocks: int = ...) -> Listener:
+        """Be told from now on which blocks can be found. Costs nothing while nobody listens.
+
+        max_blocks: blocks named in events that nobody has taken yet; with more the listener is behind.
+        Raises SpecError for a bound below 1, and for a spec without fingerprint: its blocks have no keys.
+        """
+
+    def capacity(self, chunk_tokens: int | None = ...) -> Capacity:
+        """What would fit now. Changes nothing; takes time in proportion to the extents.
+
+        chunk_tokens: the most tokens of one sequence that a step computes; ``None`` computes prompts in one step.
+        Raises RequestError for chunks below 1.
+        """
 
     def stats(self) -> ManagerStats:
         """Numbers so far."""

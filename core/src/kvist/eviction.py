@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvist.keeper import Keeper
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
@@ -28,14 +28,26 @@ class Gap:
 
 
 @attrs.frozen(eq=False)
+class Moves:
+    """Per group, pages that are in use and the free pages that take their places: ``sources[i]`` goes to
+    ``destinations[i]``."""
+
+    sources: tuple[IntArray, ...]
+    destinations: tuple[IntArray, ...]
+
+
+@attrs.frozen(eq=False)
 class Eviction:
     """What goes: victims in the order in which they must go, then gaps. looked_at: leaves that the tree has set aside
-    meanwhile. spare: one of them that stays as it is."""
+    meanwhile. spare: one of them that stays as it is. freed: the pages that become free, per group (for one dense group
+    nobody asks). moves: pages that change their places after that."""
 
     victims: Sequence[Victim] = ()
     gaps: Sequence[Gap] = ()
     looked_at: Sequence[Extent] = ()
     spare: Extent | None = None
+    freed: Sequence[Sequence[IntArray]] = ()
+    moves: Moves | None = None
 
 
 #: What goes when enough is free.
@@ -45,12 +57,17 @@ NOTHING = Eviction()
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
-def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Eviction, list[int]]:
-    """Least recently used idle leaves, cut from their ends, until ``needed[group]`` pages would be free in every group,
-    and a few more for the steps to come where there are any.
+def choose(
+    keeper: Keeper, ledger: Ledger, needed: Sequence[int], movable: Sequence[int] | None = None
+) -> tuple[Eviction, list[int]]:
+    """Idle leaves in the keeper's order, cut from their ends, until ``needed[group]`` pages would be free in every
+    group, and a few more for the steps to come where there are any.
 
     When leaves are not enough, cached pages of sparse groups inside extents that are held go too: a hit gets shorter,
     and a request that runs alone can go on.
+
+    movable: slabs per group that may be emptied by moving pages, which the caller then does. ``None``: a slab changes
+    its group only when eviction empties it.
 
     Returns the eviction, and the pages each group would still lack. When anything is lacking nothing should be evicted:
     it is then all there is.
@@ -60,40 +77,42 @@ def choose(tree: PrefixTree, ledger: Ledger, needed: Sequence[int]) -> tuple[Evi
     alone = len(needed) == 1 and not ledger.sparse[0]
     ahead = min(layout.page_capacity(layout.groups[0]) // _AHEAD_PART, _AHEAD_MOST)
     if alone:
-        return _choose_alone(tree, needed[0] - arena.free_count[0], ahead)
-    if not any(arena.shortage(needed)):
+        return _choose_alone(keeper, needed[0] - arena.free_count[0], ahead)
+    freed: list[list[IntArray]] = [[] for _ in groups]
+    shortage = _Shortage(ledger, freed, movable)
+    if not any(shortage(needed)):
         return NOTHING, [0 for _ in groups]
     wanted = [count if group.exact else count + ahead for count, group in zip(needed, layout.groups)]
-    short = arena.shortage(wanted)
-    freed: list[list[IntArray]] = [[] for _ in groups]
-    queue = _Queue(tree)
+    short = shortage(wanted)
+    queue = keeper.queue()
     while any(short):
         extent = queue.pop()
         if extent is None:
             break
         pages = extent.pages
         blocks = pages.shape[1]
-        count = _blocks_for(pages != NO_PAGE, short, arena.fungible)
+        count = shortage.blocks_for(pages != NO_PAGE, wanted, short)
         for group in groups:
             freed[group].append(present(pages[group, blocks - count :]))
-        short = arena.shortage(wanted, freed)
+        short = shortage(wanted)
         queue.cut(extent, blocks - count)
     gaps: list[Gap] = []
     if any(short):
         # Not all of what lies ahead could be had: what is lacking without it?
-        short = arena.shortage(needed, freed)
+        short = shortage(needed)
         if any(short) and any(ledger.sparse):
-            gaps = _choose_gaps(tree, ledger, needed, {id(extent): keep for extent, keep in queue.victims}, freed)
-            short = arena.shortage(needed, freed)
-    return queue.eviction(gaps), short
+            keeps = {id(extent): keep for extent, keep in queue.victims}
+            gaps = _choose_gaps(keeper.tree, ledger, needed, keeps, shortage)
+            short = shortage(needed)
+    return Eviction(queue.victims, gaps, *queue.looked_at(), freed), short
 
 
-def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
+def _choose_alone(keeper: Keeper, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
     """As :func:`choose` for one dense group, which is plain counting."""
     if lacking <= 0:
         return NOTHING, [0]
     left = lacking + ahead
-    queue = _Queue(tree)
+    queue = keeper.queue()
     while left:
         extent = queue.pop()
         if extent is None:
@@ -102,51 +121,46 @@ def _choose_alone(tree: PrefixTree, lacking: int, ahead: int) -> tuple[Eviction,
         count = min(blocks, left)
         left -= count
         queue.cut(extent, blocks - count)
-    return queue.eviction(()), [max(0, left - ahead)]
+    return Eviction(queue.victims, (), *queue.looked_at()), [max(0, left - ahead)]
 
 
-class _Queue:
-    """Idle leaves, least recently used first, and what would become a leaf when they were gone. Changes nothing."""
+class _Shortage:
+    """What would be lacking once ``freed`` is given back; ``movable`` as in :func:`choose`."""
 
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        self._leaves = tree.leaves()
-        self._leaf = next(self._leaves, None)
-        self._gone: dict[int, int] = {}
-        #: Parents whose children would all be gone, by last use.
-        self._uncovered: list[tuple[int, int, Extent]] = []
-        self.victims: list[Victim] = []
+    def __init__(self, ledger: Ledger, freed: list[list[IntArray]], movable: Sequence[int] | None) -> None:
+        self._arena = ledger.arena
+        self.freed = freed
+        self._movable = movable
 
-    def pop(self) -> Extent | None:
-        """The next extent to cut."""
-        leaf = self._leaf
-        if self._uncovered and (leaf is None or self._uncovered[0][0] <= leaf.last_used):
-            return heapq.heappop(self._uncovered)[2]
-        if leaf is not None:
-            self._leaf = next(self._leaves, None)
-        return leaf
+    def __call__(self, needed: Sequence[int]) -> list[int]:
+        if self._movable is None:
+            return self._arena.shortage(needed, self.freed)
+        return self._arena.shortage_on_paper(needed, [sum(map(len, each)) for each in self.freed], self._movable)
 
-    def cut(self, extent: Extent, keep_blocks: int) -> None:
-        """Note a victim."""
-        self.victims.append((extent, keep_blocks))
-        parent = extent.parent
-        if not keep_blocks and parent is not None and parent.parent is not None and not parent.holds:
-            gone = self._gone.get(id(parent), 0) + 1
-            self._gone[id(parent)] = gone
-            if gone == len(parent.children):
-                heapq.heappush(self._uncovered, (parent.last_used, len(self.victims), parent))
+    def blocks_for(self, there: npt.NDArray[np.bool_], wanted: Sequence[int], short: Sequence[int]) -> int:
+        """Trailing blocks of an extent to evict: as few as needed, or all. ``there`` as in :func:`_blocks_for`.
 
-    def eviction(self, gaps: Sequence[Gap]) -> Eviction:
-        """What was chosen. Until it is carried out, the leaves looked at stay candidates."""
-        looked_at = [extent for extent, _ in self.victims]
-        if self._leaf is not None:
-            looked_at.append(self._leaf)
-        self._tree.set_aside = looked_at
-        return Eviction(self.victims, gaps, looked_at, self._leaf)
+        Where pages may move, any page that goes can help any group, so the right number is searched for. Where they may
+        not, looking at every length would cost more than evicting a little too much.
+        """
+        if self._movable is None:
+            return _blocks_for(there, short, self._arena.fungible)
+        counts = np.cumsum(there[:, ::-1], axis=1)
+        before = [sum(map(len, each)) for each in self.freed]
+        low, high = 1, int(there.shape[1])
+        while low < high:
+            middle = (low + high) // 2
+            more = counts[:, middle - 1].tolist()
+            if any(self._arena.shortage_on_paper(wanted, [a + b for a, b in zip(before, more)], self._movable)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
-def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
+def evict(keeper: Keeper, ledger: Ledger, eviction: Eviction) -> list[int]:
     """Remove what was chosen from the index and free its pages. Returns the pages freed per group."""
+    tree = keeper.tree
     counts = [0] * len(ledger.sparse)
     if tree.set_aside is eviction.looked_at:
         # Victims that are only cut are offered again below. Another plan's leaves wait for the next search.
@@ -154,6 +168,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
         if eviction.spare is not None:
             tree.offer(eviction.spare)
     for extent, keep_blocks in eviction.victims:
+        if keeper.learns:
+            keeper.cutting(extent, keep_blocks)
         removed = tree.truncate(extent, keep_blocks)
         for group, row in enumerate(removed):
             pages = present(row) if ledger.sparse[group] else row
@@ -161,6 +177,8 @@ def evict(tree: PrefixTree, ledger: Ledger, eviction: Eviction) -> list[int]:
             counts[group] += len(pages)
     for gap in eviction.gaps:
         pages = gap.extent.pages[gap.group, gap.blocks]
+        if tree.watcher is not None:
+            tree.watcher.lost(gap.extent, gap.group, gap.blocks)
         gap.extent.pages[gap.group, gap.blocks] = NO_PAGE
         ledger.unpublish(gap.group, pages)
         counts[gap.group] += len(pages)
@@ -172,11 +190,11 @@ def _choose_gaps(
     ledger: Ledger,
     needed: Sequence[int],
     keeps: Mapping[int, int],
-    freed: list[list[IntArray]],
+    shortage: _Shortage,
 ) -> list[Gap]:
     """Cached pages of sparse groups, of the least recently used extents first, until nothing is lacking.
 
-    keeps: blocks that stay of the extents cut before. freed: per group, what is freed already; extended.
+    keeps: blocks that stay of the extents cut before. shortage: with what is freed already; extended.
     """
     gaps = []
     for extent in sorted(tree.extents(), key=lambda each: each.last_used):
@@ -188,8 +206,8 @@ def _choose_gaps(
             idle = np.flatnonzero((row != NO_PAGE) & (ledger.leases[group].take(row, mode="wrap") == 0))
             if len(idle):
                 gaps.append(Gap(extent, group, idle))
-                freed[group].append(row[idle])
-        if not any(ledger.arena.shortage(needed, freed)):
+                shortage.freed[group].append(row[idle])
+        if not any(shortage(needed)):
             break
     return gaps
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvist.layout import Layout
 from kvist.memory.arena import Arena
-from kvist.step import IntArray
+from kvist.step import IntArray, repeats
 
 
 class Ledger:
@@ -129,20 +129,21 @@ class Ledger:
         for group, column in enumerate(self.leases):
             name = self.layout.groups[group].name
             pages = published[group]
-            if len(np.unique(pages)) != len(pages):
+            if repeats(pages):
                 faults.append(f"{name}: a page is published twice")
             free = self.arena.free_pages(group)
             if self.sparse[group]:
                 faults += self._column_faults(group, leased[group], pages)
                 if ((column[free] > 0) | self.published[group][free]).any():
                     faults.append(f"{name}: a free page is held or published")
-                used = np.union1d(leased[group], pages)
+                # Each once: leased by any number, published, or both.
+                used = np.flatnonzero(np.bincount(np.concatenate([leased[group], pages]))).astype(np.int32)
             else:
                 used = np.concatenate([owned[group], pages])
-                if len(np.unique(used)) != len(used):
+                if repeats(used):
                     faults.append(f"{name}: a page has two owners")
             everything = np.concatenate([used, free])
-            if len(np.unique(everything)) != len(everything):
+            if repeats(everything):
                 faults.append(f"{name}: a page is free and in use")
             if len(used) != self.arena.taken_count[group]:
                 faults.append(f"{name}: {len(used)} pages are in use, {self.arena.taken_count[group]} are taken")

@@ -10,15 +10,20 @@ import numpy.typing as npt
 
 from kvist.audit import faults_of, tier_faults
 from kvist.batch import DecodeBatch
+from kvist.capacity import Capacity, capacity_of
 from kvist.claim import Claims
 from kvist.commit import Committer
 from kvist.contract import CacheManager
+from kvist.defrag import Defragmenter
 from kvist.errors import CapacityError, RequestError, StateError
+from kvist.events import Events, Listener
 from kvist.eviction import NOTHING, Eviction, choose, evict
+from kvist.keeper import Keeper
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
 from kvist.owed import Owed
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
+from kvist.policies import EvictionPolicy
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import PrefixTree
 from kvist.publish import Publisher
@@ -26,7 +31,7 @@ from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence, Tables, as_prompt, frozen_tokens
 from kvist.spec import Scope
 from kvist.states import States
-from kvist.stats import Cleared, ManagerStats, group_stats
+from kvist.stats import Cleared, ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray, Step
 from kvist.tiers.config import Tiers
 from kvist.tiers.lower import LowerTiers, Owner
@@ -54,6 +59,7 @@ class PagedCacheManager:
     layout: from ``Layout.build``; its arena is this manager's alone.
     restore: where sparse groups stay resumable.
     backoff_tokens: tokens to compute again at the end of everything reused, for draft models that need them.
+    eviction: which published blocks go first; this manager's alone. Least recently used ones by default.
     tiers: below the device; their content is this manager's alone.
     """
 
@@ -62,6 +68,7 @@ class PagedCacheManager:
         layout: Layout,
         restore: RestorePolicy | None = None,
         backoff_tokens: int = 0,
+        eviction: EvictionPolicy | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         policy = restore or RestorePolicy()
@@ -76,33 +83,37 @@ class PagedCacheManager:
         self._ledger = Ledger(layout)
         self._tree = PrefixTree(self._block, len(layout.groups))
         self._tables = Tables(len(layout.groups))
-        self._claims = Claims(layout, self._tree, self._ledger, self._tables)
-        self._publisher = Publisher(layout, self._tree, self._ledger, self._tables, policy)
+        self._keeper = Keeper(self._tree, eviction)
+        self._claims = Claims(layout, self._keeper, self._ledger, self._tables)
+        self._publisher = Publisher(layout, self._keeper, self._ledger, self._tables, policy)
         self._states = States(layout, self._ledger, self._tables, policy)
         self._has_states = layout.has_states
         #: Does a step overwrite what the one before has left?
         self._overwrites = layout.has_states or layout.has_rings
-        self._owed = Owed(len(layout.groups))
+        self._owed = Owed(layout)
         self._nothing_needed = [0 for _ in layout.groups]
         self._committer = Committer(
             layout, self._ledger, self._tables, self._claims, self._states, self._owed, self._nothing_needed
         )
         self._sequences: dict[int, Sequence] = {}
+        self._defragmenter = Defragmenter(layout, self._keeper, self._ledger, self._tables, self._owed, self._sequences)
         self._in_flight: dict[int, Plan] = {}
+        #: The latest step that was completed, or cancelled after it had begun.
+        self._newest_run = 0
         self._closing: list[Sequence] = []
+        self._events: Events | None = None
         #: Sequences whose states a cancelled step may have overwritten, and that are in older steps still.
         self._spoiled: list[Sequence] = []
-        #: Longest sequence that is known to fit the whole arena.
+        #: Longest sequence that is known to fit the whole arena, with a page per group to start from.
         self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
-        self._evicted = [0] * len(layout.groups)
-        self._requests = self._prompt_tokens = self._reused_tokens = self._computed_tokens = self._completed = 0
-        self._resumed_tokens = 0
+        self._tally = Tally(len(layout.groups))
         self._lower: LowerTiers | None = None
         if tiers is not None:
             owner = Owner(self._take_room, self._pages_in_use, self._take_again, self._limits)
             self._lower = LowerTiers(owner, tiers, layout, self._tree, self._ledger, backoff_tokens)
+            self._defragmenter.copying = self._lower.device
 
     def open(
         self,
@@ -121,9 +132,9 @@ class PagedCacheManager:
         if reuse:
             match = self._match(prompt, scope, length - 1)
             self._claims.claim(sequence, match)
-            sequence.reused, sequence.matched, sequence.limited_by = match.length, match.known, match.limited_by
+            self._found(sequence, match)
             if self._lower is not None:
-                self._lower.look(sequence, length - 1, resumed=False)
+                self._lower.look(sequence, length - 1)
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points if self._has_states else ()
@@ -187,25 +198,28 @@ class PagedCacheManager:
             if plan.tick != decode.ticks:
                 raise StateError(f"step {step.id} is not the oldest of its batch", hint="complete steps in order")
             decode.finish()
-            self._computed_tokens += plan.decode_rows
+            self._tally.computed_tokens += plan.decode_rows
             if self._sparse:
                 for sequence in decode.at_boundary(decode.ticks):
                     if self._publisher.at_intervals or sequence.points or sequence.snapshots:
                         self._publisher.publish(sequence, ended=False, switch=not decode.in_flight)
                     self._drop(sequence)
         del self._in_flight[step.id]
+        self._newest_run = max(self._newest_run, step.id)
         self._epoch += 1
-        self._completed += 1
+        self._tally.steps += 1
         if runs:
             for run, count in zip(runs, kept):
                 sequence = run.sequence
                 del sequence.flights[0]
                 sequence.ahead -= run.query_tokens
-                sequence.undecided = False
+                if not sequence.flights:
+                    # Only the newest of its steps can have drafts.
+                    sequence.undecided = False
                 sequence.advance(count)
-                self._computed_tokens += count
+                self._tally.computed_tokens += count
                 if not sequence.started:
-                    self._count_start(sequence)
+                    self._tally.begin(sequence)
                 if self._has_states:
                     self._states.accept(run, count)
                 self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
@@ -220,6 +234,13 @@ class PagedCacheManager:
             decode is not None and plan.tick != decode.started - 1
         ):
             raise StateError(f"step {step.id} is not the newest of its sequences", hint="cancel steps in reverse order")
+        if ran:
+            self._newest_run = max(self._newest_run, step.id)
+        elif step.begins and max(self._newest_run, *self._in_flight) > step.id:
+            raise StateError(
+                f"step {step.id} has copies or zeros that have to come before a later step",
+                hint="cancel the later step first, or carry them out and cancel with ran=True",
+            )
         del self._in_flight[step.id]
         self._epoch += 1
         rows = decode.rows_of(plan.tick) if decode is not None else []
@@ -234,8 +255,9 @@ class PagedCacheManager:
             pages = sequence.snapshots.pop(position, None)
             if pages is not None:
                 self._publisher.drop_snapshot(pages)
-        self._owed.again(step)
-        if self._overwrites and ran:
+        if not ran:
+            self._owed.again(step)
+        elif self._overwrites:
             # Their states and rings may be overwritten in part; other rows are simply written again.
             for sequence in [*rows, *(run.sequence for run in plan.runs)]:
                 if sequence.batch is not None and not sequence.has_left:
@@ -256,13 +278,18 @@ class PagedCacheManager:
             if not sequence.closing:
                 sequence.closing = True
                 self._closing.append(sequence)
+                self._epoch += 1
             return
         self._epoch += 1
-        if not sequence.started and sequence.computed > sequence.reused:
-            self._count_start(sequence)
+        self._tally.catch_up((sequence,))
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
+        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
+            cached = self._ledger.arena.taken_count[0] * self._block
+            self._keeper.ended(
+                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
+            )
         self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)
@@ -284,22 +311,22 @@ class PagedCacheManager:
         self._require_idle(sequence, "resume()")
         if sequence.suspended:
             limit = max(sequence.known - 1, min(sequence.known, sequence.suspended_at))
-            self._reclaim(sequence, limit)
-            self._resumed_tokens += sequence.computed
+            self._reclaim(sequence, limit, suspended=True)
         return sequence.computed
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         self._require_idle(sequence, "truncate()")
         if not 1 <= length <= sequence.known:
             raise RequestError(f"truncate() to {length} of {sequence.known} known tokens")
-        if not sequence.suspended:
+        suspended = sequence.suspended
+        if not suspended:
             if self._has_states:
                 self._states.donate(sequence)
             self._publisher.publish(sequence, ended=True)
             self._park(sequence)
         limit = min(length, sequence.suspended_at)
         sequence.shorten(length)
-        self._reclaim(sequence, limit)
+        self._reclaim(sequence, limit, suspended=suspended)
         return sequence.computed
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -310,8 +337,15 @@ class PagedCacheManager:
                 hint="resume() it, give it a salt of its own instead, or extend() it with its tokens first",
             )
         if sequence.sources is not None or not sequence.computed:
-            # It has computed nothing yet: a second look at the prefix tree gives the same.
-            return self.open(sequence.tokens, sequence.scope)
+            # All that it has came from the prefix tree: a second look gives the same.
+            if not sequence.started and sequence.origin == "opened":
+                child = self.open(sequence.tokens, sequence.scope)
+            else:
+                child = self._child(sequence)
+                self._reclaim(child, sequence.computed + self._backoff, suspended=False)
+                child.reused = child.computed
+            child.origin = "forked"
+            return child
         self._publisher.publish(sequence, ended=False)
         self._epoch += 1
         needed = self._claims.fork_needs(sequence)
@@ -321,12 +355,10 @@ class PagedCacheManager:
         self._evict(eviction)
         if len(self._group_range) > 1:
             self._ledger.arena.gather(needed)
-        child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
+        child = self._child(sequence)
         own = [self._ledger.allocate(group, count) for group, count in enumerate(needed)]
         self._owed.copy(self._claims.fork(sequence, child, own))
-        child.reused = child.computed
-        child.started = True
-        self._sequences[child.slot] = child
+        child.reused = child.claimed = child.computed
         return child
 
     def clear(self) -> Cleared:
@@ -375,19 +407,35 @@ class PagedCacheManager:
         if faults:
             raise AssertionError("; ".join(faults))
 
+    def listen(self, max_blocks: int = 1 << 16) -> Listener:
+        if self._events is None:
+            self._events = Events(self.layout, self._tree)
+        return self._events.attach(max_blocks)
+
+    def capacity(self, chunk_tokens: int | None = None) -> Capacity:
+        epoch = self._epoch
+        return capacity_of(
+            self.layout, self._tree, self._ledger, self._defragmenter, chunk_tokens, lambda: self._epoch == epoch
+        )
+
     def stats(self) -> ManagerStats:
         self._ledger.note_peaks(self._tree.idle_blocks)
+        tally = self._tally
+        tally.catch_up(self._sequences.values())
         return ManagerStats(
-            self._requests,
-            self._prompt_tokens,
-            self._reused_tokens,
-            self._resumed_tokens,
-            self._computed_tokens,
-            self._completed,
+            tally.requests,
+            tally.prompt_tokens,
+            tally.reused_tokens,
+            tally.resumes,
+            tally.resumed_tokens,
+            tally.forks,
+            tally.forked_tokens,
+            tally.computed_tokens,
+            tally.steps,
             len(self._sequences),
             self._tree.extent_count,
-            group_stats(self.layout, self._ledger, self._tree.idle_blocks, self._evicted),
-            () if self._lower is None else self._lower.stats(),
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
+            () if self._lower is None else self._lower.stats(tally),
         )
 
     def _changed(self) -> None:
@@ -396,10 +444,9 @@ class PagedCacheManager:
     def _limits(self, length: int, limit: int) -> tuple[int, bool]:
         """For a run of ``length`` tokens: the limit of its reuse, and must it end at a block boundary?"""
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
-        spare = length + self._block
-        if spare > self._fits_up_to and self.layout.fits(spare):
-            self._fits_up_to = spare
-        whole_blocks = spare > self._fits_up_to
+        if length > self._fits_up_to and self.layout.fits(length, spare_pages=1):
+            self._fits_up_to = length
+        whole_blocks = length > self._fits_up_to
         if whole_blocks and self._has_states:
             # The same holds for a state and the snapshot that it starts from.
             limit = 0
@@ -423,9 +470,9 @@ class PagedCacheManager:
         states = sum(self._states.missing(run) for run in runs)
         rows = decode.at_boundary(decode.started + 1) if decode is not None else ()
         snapshots = self._states.due(runs, rows)
-        eviction: Eviction = NOTHING
-        shortages: tuple[Shortage, ...] = ()
         for kept in (snapshots, []):
+            eviction: Eviction = NOTHING
+            shortages: tuple[Shortage, ...] = ()
             count = states + len(kept)
             if not blocks and not count:
                 needed = self._nothing_needed
@@ -440,7 +487,7 @@ class PagedCacheManager:
 
     def _make_room(self, needed: list[int]) -> tuple[Eviction, tuple[Shortage, ...]]:
         """What must be evicted for ``needed`` pages per group, and what would be lacking all the same."""
-        eviction, short = choose(self._tree, self._ledger, needed)
+        eviction, short = self._defragmenter.make_room(needed)
         if not any(short):
             return eviction, ()
         return eviction, tuple(
@@ -463,8 +510,10 @@ class PagedCacheManager:
         return step
 
     def _evict(self, eviction: Eviction) -> None:
-        for group, count in enumerate(evict(self._tree, self._ledger, eviction)):
-            self._evicted[group] += count
+        for group, count in enumerate(evict(self._keeper, self._ledger, eviction)):
+            self._tally.evicted[group] += count
+        if eviction.moves is not None:
+            self._defragmenter.carry_out(eviction.moves)
 
     def _flight(self, step: Step) -> Plan:
         plan = self._in_flight.get(step.id)
@@ -475,45 +524,60 @@ class PagedCacheManager:
             )
         return plan
 
+    def _child(self, sequence: Sequence) -> Sequence:
+        """An empty sequence with the same tokens, which is no request of its own."""
+        child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
+        child.origin = "forked"
+        self._sequences[child.slot] = child
+        return child
+
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""
         computed = sequence.computed
+        self._tally.catch_up((sequence,))
         self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         sequence.rebase(0)
         sequence.suspended_at = computed
         self._epoch += 1
 
-    def _reclaim(self, sequence: Sequence, limit: int) -> None:
+    def _reclaim(self, sequence: Sequence, limit: int, *, suspended: bool) -> None:
         """Take back what the prefix tree still has of a parked sequence, up to ``limit`` tokens."""
         sequence.suspended_at = -1
         self._epoch += 1
         if sequence.shares:
-            tokens = sequence.tokens
-            self._claims.claim(sequence, self._match(tokens, sequence.scope, limit))
+            match = self._match(sequence.tokens, sequence.scope, limit)
+            self._claims.claim(sequence, match)
             sequence.points = [point for point in sequence.points if point > sequence.computed]
+            if not sequence.started and sequence.origin == "opened":
+                # It has done nothing yet: what counts is what it has now.
+                self._found(sequence, match)
+        sequence.claimed = sequence.computed
+        if sequence.started and suspended:
+            sequence.origin, sequence.started = "resumed", False
         if self._lower is not None:
-            self._lower.look(sequence, limit, resumed=True)
+            self._lower.look(sequence, limit)
+
+    def _found(self, sequence: Sequence, match: Match) -> None:
+        """Note what a sequence that has computed nothing takes from the cache, and why it is not more."""
+        sequence.reused = sequence.claimed = match.length
+        sequence.matched, sequence.limited_by, sequence.lost = match.known, match.limited_by, match.lost
 
     def _take_again(self, sequence: Sequence, limit: int, arriving: Transfer) -> None:
         """What was loaded for a sequence arrives: it claims that as if it had just been opened or resumed."""
-        assert self._lower is not None and sequence.below is not None
-        before, resumed = sequence.computed, sequence.below.resumed
+        assert self._lower is not None
         self._park(sequence)
         self._lower.arrive(arriving)
-        self._reclaim(sequence, limit)
-        if resumed:
-            self._resumed_tokens += max(0, sequence.computed - before)
-        else:
-            sequence.reused = sequence.computed
+        self._reclaim(sequence, limit, suspended=False)
 
     def _leave_tiers(self, sequence: Sequence) -> None:
         if self._lower is not None and sequence.below is not None:
             self._lower.leave(sequence)
 
     def _take_room(self, needed: list[int]) -> bool:
-        eviction, shortages = self._make_room(needed)
-        if shortages:
+        # Without moving pages: a load would overwrite those that the next step is still to move.
+        eviction, short = choose(self._keeper, self._ledger, needed)
+        if any(short):
             return False
         self._epoch += 1
         self._evict(eviction)
@@ -578,11 +642,3 @@ class PagedCacheManager:
                 f"{call} of a sequence that is in a step or in a decode batch",
                 hint="complete the step first, and leave the batch",
             )
-
-    def _count_start(self, sequence: Sequence) -> None:
-        sequence.started = True
-        self._requests += 1
-        self._prompt_tokens += sequence.prompt_length
-        self._reused_tokens += sequence.reused
-        if self._lower is not None:
-            self._lower.count_start(sequence)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvist.keeper import Keeper
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.prefix.extent import Extent
-from kvist.prefix.tree import PrefixTree
 from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
@@ -18,9 +18,10 @@ from kvist.step import NO_PAGE, IntArray, present
 class Publisher:
     """Puts a sequence's computed blocks into the prefix tree. Owns nothing; mutates tree, ledger and tables."""
 
-    def __init__(self, layout: Layout, tree: PrefixTree, ledger: Ledger, tables: Tables, policy: RestorePolicy) -> None:
+    def __init__(self, layout: Layout, keeper: Keeper, ledger: Ledger, tables: Tables, policy: RestorePolicy) -> None:
         self._block = layout.block_tokens
-        self._tree = tree
+        self._keeper = keeper
+        self._tree = keeper.tree
         self._ledger = ledger
         self._tables = tables
         self._dense = [group.index for group in layout.groups if not group.sparse]
@@ -47,7 +48,7 @@ class Publisher:
         published = sequence.published
         if self._windows and (published > start or ended):
             # An end at a block boundary was published before, and not known to be one.
-            self._keep_windows(sequence, start, published, ended)
+            self._keep_windows(sequence, start, published, ended, switch)
         if sequence.snapshots:
             self._file_snapshots(sequence, published)
 
@@ -65,6 +66,9 @@ class Publisher:
             for group in self._dense:
                 pages[group] = tables[group][slot, first:stop]
         result = tree.insert(sequence.scope, run, pages, tip)
+        if result.added and self._keeper.learns and sequence.first_key is None:
+            known = result.covered * block
+            sequence.first_key = self._keeper.key_of(start + known, run[known : known + block])
         new_tip = result.tip
         if new_tip is None:
             return
@@ -82,19 +86,19 @@ class Publisher:
                 self._ledger.unpublish(group, present(row))
                 if row[0] != NO_PAGE and group in self._window_groups:
                     # Somebody could resume in the block that ours replaces, and still can.
-                    self._file(sequence, group, first + result.covered, first + result.covered + 1)
+                    self._file(sequence, group, first + result.covered, first + result.covered + 1, switch)
 
     def _use_known(self, sequence: Sequence, low: int, high: int) -> None:
         """Give up own pages of dense groups for the tree's, for blocks ``low .. high - 1``."""
         self._ledger.note_peaks(self._tree.idle_blocks)
-        for first, known in self._above(sequence.tip, low, high):
+        for _, first, known in self._above(sequence.tip, low, high):
             end = first + known.shape[1]
             for group in self._dense:
                 row = self._tables.arrays[group][sequence.slot]
                 self._ledger.release(group, row[first:end])
                 row[first:end] = known[group]
 
-    def _keep_windows(self, sequence: Sequence, start: int, end: int, ended: bool) -> None:
+    def _keep_windows(self, sequence: Sequence, start: int, end: int, ended: bool, switch: bool) -> None:
         """Publish what resuming at the restore points in ``(start, end]`` requires, as far as it is still there."""
         points = sequence.points
         due = [point for point in points if point <= end]
@@ -108,20 +112,23 @@ class Publisher:
         for group in self._windows:
             spans = {span for point in due for span in group.retention.required(point, self._block)}
             for low, high in spans:
-                self._file(sequence, group.index, low, min(high, sequence.shared))
+                self._file(sequence, group.index, low, min(high, sequence.shared), switch)
 
-    def _file(self, sequence: Sequence, group: int, low: int, high: int) -> None:
+    def _file(self, sequence: Sequence, group: int, low: int, high: int, switch: bool) -> None:
         """Let the tree have the sequence's pages of a sparse group where it has none, and use the tree's where it has
-        one, for published blocks ``low .. high - 1``."""
+        one and ``switch`` is true, for published blocks ``low .. high - 1``."""
         table = self._tables.arrays[group][sequence.slot]
-        for first, pages in self._above(sequence.tip, low, high):
+        for extent, first, pages in self._above(sequence.tip, low, high):
             known, own = pages[group], table[first : first + pages.shape[1]]
             gaps = (known == NO_PAGE) & (own != NO_PAGE)
             if gaps.any():
                 known[gaps] = own[gaps]
                 self._ledger.publish(group, own[gaps])
+                if self._tree.watcher is not None:
+                    offset = first - extent.start // self._block
+                    self._tree.watcher.filed(extent, group, np.flatnonzero(gaps) + offset)
             twins = (known != own) & (own != NO_PAGE)
-            if twins.any():
+            if switch and twins.any():
                 copies = own[twins]
                 self._ledger.lease(group, known[twins])
                 own[twins] = known[twins]
@@ -132,11 +139,13 @@ class Publisher:
         for position in [p for p in sequence.snapshots if p <= published]:
             taken = sequence.snapshots.pop(position)
             last = -(-position // self._block) - 1
-            for _, pages in self._above(sequence.tip, last, last + 1):
+            for extent, _, pages in self._above(sequence.tip, last, last + 1):
                 for group, page in zip(self._states, taken):
                     if pages[group, 0] == NO_PAGE and (position % self._block == 0 or position == published):
                         pages[group, 0] = page
                         self._ledger.publish(group, np.array([page], np.int32))
+                        if self._tree.watcher is not None:
+                            self._tree.watcher.filed(extent, group, np.array([last - extent.start // self._block]))
             self.drop_snapshot(taken)
 
     def drop_snapshot(self, pages: list[int]) -> None:
@@ -144,14 +153,14 @@ class Publisher:
         for group, page in zip(self._states, pages):
             self._ledger.release(group, np.array([page], np.int32))
 
-    def _above(self, tip: Extent | None, low: int, high: int) -> Iterator[tuple[int, IntArray]]:
-        """Blocks ``low .. high - 1`` on the path to ``tip``: first block of each piece, and a writable view of its
-        pages ``[groups, n]``. Deepest piece first."""
+    def _above(self, tip: Extent | None, low: int, high: int) -> Iterator[tuple[Extent, int, IntArray]]:
+        """Blocks ``low .. high - 1`` on the path to ``tip``: extent and first block of each piece, and a writable view
+        of its pages ``[groups, n]``. Deepest piece first."""
         node = tip
         while node is not None and node.parent is not None and low < high:
             first = node.start // self._block
             begin = max(low, first)
             if begin < high:
-                yield begin, node.pages[:, begin - first : high - first]
+                yield node, begin, node.pages[:, begin - first : high - first]
                 high = begin
             node = node.parent

@@ -12,9 +12,10 @@ class RestorePolicy:
     """At which positions sparse groups keep what resuming there requires.
 
     Always: the end of the last block that the same prompt can resume at (its last token is always computed), the
-    block boundary where a prompt leaves what the index knows, so that its siblings can resume there, the end of a
-    prompt, and the end of a turn. With ``every_blocks`` also each multiple of so many blocks. What a caller names in
-    ``open`` comes on top. Dense groups can resume anywhere and cost nothing more.
+    block boundary where a prompt leaves what the index knows, so that its siblings can resume there, and the end of a
+    turn; for windows also the end of a prompt, which costs them nothing. With ``every_blocks`` also each multiple of
+    so many blocks. What a caller names in ``open`` comes on top. Dense groups can resume anywhere and cost nothing
+    more.
     """
 
     every_blocks: int | None = None

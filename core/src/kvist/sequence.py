@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import attrs
 import numpy as np
@@ -93,14 +93,13 @@ class FromBelow:
     """What the tiers below the device have for a sequence.
 
     length: tokens it could reuse if their content came up. limit: it cannot reuse more. base: computed tokens when this
-    was found out. resumed: is what comes up for a resumed sequence, not for a new one? loading: is it on its way?
-    host_tokens, disk_tokens: of its reused tokens, those that came up from there.
+    was found out. loading: is it on its way? host_tokens, disk_tokens: of the tokens it then has, those that came up
+    from there.
     """
 
     length: int
     limit: int
     base: int
-    resumed: bool
     loading: bool = False
     host_tokens: int = 0
     disk_tokens: int = 0
@@ -119,6 +118,8 @@ class Sequence:
     #: Leading tokens that the index knew then, and the group without which more of them had been reused.
     matched = 0
     limited_by: Group | None = None
+    #: How many more.
+    lost = 0
     #: Blocks that have a page, or had one until the group dropped it.
     block_count = 0
     #: Positions where a prefill chunk must end for a snapshot of the states, ascending.
@@ -138,6 +139,9 @@ class Sequence:
     sources: Sources | None = None
     #: Where there are tiers below the device.
     below: FromBelow | None = None
+    #: For the eviction policy: the mark of the deepest extent it claimed, and the first block that it added.
+    claimed_mark = -1
+    first_key: tuple[int, bytes] | None = None
     #: Pages in each exact group's table row.
     state_columns = 0
     batch: DecodeBatch | None = None
@@ -149,6 +153,10 @@ class Sequence:
     closing = False
     #: What the sequence had computed when it was suspended, -1 while it is not.
     suspended_at = -1
+    #: For statistics: where its tokens came from when it was made or last resumed, how many it then had without
+    #: computing them, and has it computed any since, as far as they are counted?
+    origin: Literal["opened", "forked", "resumed"] = "opened"
+    claimed = 0
     started = False
     _computed = 0
     _output = _NO_OUTPUT

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
 
 import attrs
 
+from kvist.errors import StateError
 from kvist.layout import Layout
 from kvist.ledger import Ledger
+from kvist.sequence import Sequence
 
 
 @attrs.frozen
@@ -15,7 +19,10 @@ class GroupStats:
     """Pages of one group: ``free + cached + held == capacity`` when it is the only group.
 
     capacity: pages if the group had the whole arena. free: takable at once. cached: published, held by nobody.
-    held: leased now; held_peak: at most so far. evicted: pages evicted so far.
+    held: leased now; held_peak: at most so far. evicted: pages evicted so far. moved: pages copied so far to
+    empty a slab for another group. ``padding_bytes`` of each page hold nothing.
+    lost_tokens: prompt tokens that were known and still had to be computed, because this group had no restore point
+        behind them. Where several groups lack one, the tokens count for the one that had the least.
     """
 
     name: str
@@ -26,6 +33,14 @@ class GroupStats:
     held: int
     held_peak: int
     evicted: int
+    lost_tokens: int
+    moved: int
+    padding_bytes: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a page that holds nothing."""
+        return self.padding_bytes / self.page_bytes
 
 
 @attrs.frozen
@@ -62,20 +77,30 @@ class TierStats:
     failed_blocks: int
     groups: tuple[TierGroupStats, ...]
 
+    def since(self, earlier: TierStats) -> TierStats:
+        """As :meth:`ManagerStats.since`."""
+        groups = tuple(_less(now, then, _TIER_GROUP_COUNTERS) for now, then in zip(self.groups, earlier.groups))
+        return attrs.evolve(_less(self, earlier, _TIER_COUNTERS), groups=groups)
+
 
 @attrs.frozen
 class ManagerStats:
-    """Totals since the manager was made. Work of refused or cancelled steps is not in them.
+    """Totals since the manager was made. Work of refused or cancelled steps is not in them: a sequence counts when its
+    first step completes, and however often it was opened, planned, refused or resumed before, it counts once.
 
-    requests: sequences whose first step completed. prompt_tokens: their prompts; ``reused_tokens`` of them came from
-    the cache. resumed_tokens: what suspended sequences got back. computed_tokens: rows written by completed steps,
-    rejected drafts not counted. steps: completed ones.
+    requests: opened sequences. prompt_tokens: their prompts; ``reused_tokens`` of them came from the cache, and the
+        others were computed. resumes: times that a sequence went on after it was suspended, with ``resumed_tokens``
+        taken back in all. forks: forked sequences, which began with ``forked_tokens`` in all.
+    computed_tokens: rows written by completed steps, rejected drafts not counted. steps: completed ones.
     """
 
     requests: int
     prompt_tokens: int
     reused_tokens: int
+    resumes: int
     resumed_tokens: int
+    forks: int
+    forked_tokens: int
     computed_tokens: int
     steps: int
     open_sequences: int
@@ -87,6 +112,86 @@ class ManagerStats:
     def hit_rate(self) -> float:
         """Reused share of all prompt tokens, 0 when there were none."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def since(self, earlier: ManagerStats) -> ManagerStats:
+        """What happened after ``earlier``, which was taken from the same manager: the differences of all that is
+        counted. What is true now (pages, open sequences, extents) and ``held_peak`` stay as they are.
+
+        Raises StateError if ``earlier`` is not earlier.
+        """
+        groups = tuple(_less(now, then, _GROUP_COUNTERS) for now, then in zip(self.groups, earlier.groups))
+        tiers = tuple(now.since(then) for now, then in zip(self.tiers, earlier.tiers))
+        return attrs.evolve(_less(self, earlier, _COUNTERS), groups=groups, tiers=tiers)
+
+
+_GROUP_COUNTERS = ("evicted", "lost_tokens", "moved")
+_TIER_COUNTERS = ("reused_tokens", "resumed_tokens", "failed_blocks")
+_TIER_GROUP_COUNTERS = ("moved_down", "moved_up", "evicted")
+_COUNTERS = (
+    "requests",
+    "prompt_tokens",
+    "reused_tokens",
+    "resumes",
+    "resumed_tokens",
+    "forks",
+    "forked_tokens",
+    "computed_tokens",
+    "steps",
+)
+_Counted = TypeVar("_Counted", GroupStats, ManagerStats, TierGroupStats, TierStats)
+
+
+def _less(now: _Counted, then: _Counted, counters: tuple[str, ...]) -> _Counted:
+    counts = {name: getattr(now, name) - getattr(then, name) for name in counters}
+    if min(counts.values()) < 0:
+        raise StateError(
+            f"since() of stats that are not earlier ones: {min(counts, key=counts.__getitem__)} would be "
+            f"{min(counts.values())}",
+            hint="subtract what the same manager's stats() gave before",
+        )
+    return attrs.evolve(now, **counts)
+
+
+class Tally:
+    """The counters, kept by a manager."""
+
+    def __init__(self, group_count: int) -> None:
+        self.requests = self.prompt_tokens = self.reused_tokens = 0
+        self.resumes = self.resumed_tokens = self.forks = self.forked_tokens = 0
+        self.computed_tokens = self.steps = 0
+        #: Of the reused and of the resumed tokens those that came up from the host and from the disk.
+        self.reused_below, self.resumed_below = [0, 0], [0, 0]
+        self.evicted = [0] * group_count
+        self.lost_tokens = [0] * group_count
+
+    def begin(self, sequence: Sequence) -> None:
+        """The sequence's first step, or its first one after ``resume``, is completed."""
+        sequence.started = True
+        if sequence.below is not None and sequence.origin != "forked":
+            resumed = sequence.origin == "resumed"
+            total = sequence.claimed if resumed else sequence.reused
+            host = min(sequence.below.host_tokens, total)
+            below = self.resumed_below if resumed else self.reused_below
+            below[0] += host
+            below[1] += min(sequence.below.disk_tokens, total - host)
+        if sequence.origin == "resumed":
+            self.resumes += 1
+            self.resumed_tokens += sequence.claimed
+        elif sequence.origin == "forked":
+            self.forks += 1
+            self.forked_tokens += sequence.claimed
+        else:
+            self.requests += 1
+            self.prompt_tokens += sequence.prompt_length
+            self.reused_tokens += sequence.reused
+            if sequence.limited_by is not None:
+                self.lost_tokens[sequence.limited_by.index] += sequence.lost
+
+    def catch_up(self, sequences: Iterable[Sequence]) -> None:
+        """Count those that began in a decode batch, where nobody looks at single rows."""
+        for sequence in sequences:
+            if not sequence.started and sequence.computed > sequence.claimed:
+                self.begin(sequence)
 
 
 @attrs.frozen
@@ -109,8 +214,10 @@ class Cleared:
     tiers: tuple[TierCleared, ...] = ()
 
 
-def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Sequence[int]) -> tuple[GroupStats, ...]:
-    """Pages of every group now. idle_blocks: of the prefix tree. evicted: pages evicted so far, per group."""
+def group_stats(
+    layout: Layout, ledger: Ledger, idle_blocks: int, tally: Tally, moved: SequenceOf[int]
+) -> tuple[GroupStats, ...]:
+    """Every group now. idle_blocks: of the prefix tree. moved: pages so far, per group."""
     return tuple(
         GroupStats(
             group.name,
@@ -120,7 +227,10 @@ def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, evicted: Seque
             ledger.cached[group.index] if group.sparse else idle_blocks,
             ledger.held_count(group.index, idle_blocks),
             ledger.held_peak[group.index],
-            evicted[group.index],
+            tally.evicted[group.index],
+            tally.lost_tokens[group.index],
+            moved[group.index],
+            group.padding_bytes,
         )
         for group in layout.groups
     )

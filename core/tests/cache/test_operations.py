@@ -48,7 +48,7 @@ def test_chunks_of_one_prompt_overlap(mix: str, block: int, depth: int) -> None:
     engine.drained()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, depth: int) -> None:
@@ -60,7 +60,7 @@ def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, dep
     started = {sequence: sequence.computed for sequence in everyone}
     ticks = dict.fromkeys(everyone, 0)
     flights: list = []
-    for number in range(60):
+    for number in range(40):
         outside = [s for s in everyone if s.batch is None and not s.in_flight]
         inside = list(batch.sequences)
         if outside and rng.random() < 0.5:
@@ -74,7 +74,7 @@ def test_rows_join_and_leave_while_steps_are_in_flight(mix: str, block: int, dep
             for sequence in batch.sequences:
                 ticks[sequence] += 1
             flights.append(engine.launch(decode=batch))
-        while len(flights) >= depth or (flights and number == 59):
+        while len(flights) >= depth or (flights and number == 39):
             engine.land(flights.pop(0))
     for sequence in everyone:
         assert sequence.computed == started[sequence] + ticks[sequence]
@@ -430,10 +430,33 @@ def test_a_fork_of_what_has_computed_nothing_is_the_prompt_again(mix: str) -> No
     engine.drained()
 
 
+@pytest.mark.parametrize("backoff", [0, 3])
+@pytest.mark.parametrize("mix", ALL)
+def test_a_fork_of_a_resumed_sequence_is_computed_as_far(mix: str, backoff: int) -> None:
+    """What the parent took back may end inside a block, whose copy is still to come; the child needs one too."""
+    for length in (6, 8, 9):
+        engine = engine_of(mix, backoff_tokens=backoff)
+        parent = engine.open(range(length))
+        engine.prefill(parent)
+        engine.suspend(parent)
+        engine.resume(parent)
+        before = engine.manager.stats().requests
+        child = engine.fork(parent)
+        assert child.computed == parent.computed
+        engine.extend(parent, 70)
+        engine.extend(child, 80)
+        engine.prefill(parent, child)
+        engine.decode(parent, 3)
+        engine.decode(child, 3)
+        engine.close(parent, child)
+        assert engine.manager.stats().requests == before
+        engine.drained()
+
+
 # Suspending and resuming
 
 
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_a_suspended_sequence_comes_back_where_it_was(mix: str, block: int) -> None:
     """st-03: it holds nothing meanwhile. Nobody needed its pages, so all of it is still there: states too, because the
@@ -445,9 +468,10 @@ def test_a_suspended_sequence_comes_back_where_it_was(mix: str, block: int) -> N
         engine.decode(sequence, 2)
         engine.suspend(sequence)
         assert all(held == 0 for _, held in engine.used())
-        for call in (engine.manager.plan, lambda runs: engine.manager.decode_batch().join(sequence)):
-            with pytest.raises(StateError):
-                call([Run(sequence, 1)])
+        with pytest.raises(StateError):
+            engine.manager.plan([Run(sequence, 1)])
+        with pytest.raises(StateError):
+            engine.manager.decode_batch().join(sequence)
         assert engine.resume(sequence) == length + 2
         engine.decode(sequence, block + 1)
         engine.close(sequence)
@@ -558,7 +582,7 @@ def test_suspended_sequences_share_what_is_equal(mix: str) -> None:
 # Truncating
 
 
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_truncating_to_every_length(mix: str, block: int) -> None:
     """A history goes back to any length. Windows and states may come back shorter, at a restore point, never wrong."""
@@ -793,11 +817,11 @@ def test_a_third_sibling_resumes_where_the_second_left_the_path() -> None:
 # Drafts
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 4])
-@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_any_number_of_drafts_is_accepted(mix: str, block: int, drafts: int) -> None:
-    """24, also the columns of states: the state before the step in column 0, after each query token in the next ones."""
+    """24, also the columns of states: the one before the step in column 0, after each query token in the next ones."""
     engine = engine_of(mix, block=block)
     sequence = engine.open(range(5))
     engine.prefill(sequence)
@@ -917,11 +941,11 @@ def test_a_cancelled_step_makes_no_snapshot() -> None:
 # Tokens to compute again
 
 
-@pytest.mark.parametrize("backoff", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("backoff", [0, 3, 9])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", ALL)
 def test_backoff_shortens_every_hit_and_touches_nothing_stored(mix: str, block: int, backoff: int) -> None:
-    """ru-10: shorter than the backoff is nothing; probe and claim agree; each group chooses below the shortened length."""
+    """ru-10: shorter than the backoff is nothing; probe and claim agree; groups choose below the shortened length."""
     engine = engine_of(mix, block=block, backoff_tokens=backoff, restore=RestorePolicy(every_blocks=1))
     length = 5 * block
     engine.turn(range(length), chunk=block)
@@ -941,7 +965,7 @@ def test_backoff_shortens_every_hit_and_touches_nothing_stored(mix: str, block: 
 @pytest.mark.parametrize("mix", sorted(STATES))
 def test_a_cold_state_is_zeroed_and_a_warm_one_is_not(mix: str) -> None:
     engine = engine_of(mix, pages=6)
-    exact = [group.index for group in engine.manager.layout.groups if group.exact][0]
+    exact = next(group.index for group in engine.manager.layout.groups if group.exact)
     for number in range(8):
         # Pages that had other states before.
         cold = engine.open(range(20 * number, 20 * number + 5))
@@ -966,7 +990,7 @@ def test_a_cold_state_is_zeroed_and_a_warm_one_is_not(mix: str) -> None:
 
 def test_a_miss_names_the_group_that_limited_it() -> None:
     manager = manager_of(120, History(), Window(6), State())
-    history, window, state = manager.layout.groups
+    _, window, state = manager.layout.groups
     engine = Engine(manager)
     engine.turn(range(14))
     whole = engine.open(range(14), 30)

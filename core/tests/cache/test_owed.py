@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from cache_values import make_layout, make_spec
 
 from kvist.owed import Owed
+from kvist.spec import History
 from kvist.step import Step
 
 NOTHING = np.empty(0, np.int32)
@@ -23,7 +25,7 @@ def content(step: Step) -> dict[int, object]:
 
 def test_a_cancelled_step_s_copies_are_owed_as_they_were() -> None:
     """A page that is copied from and overwritten in one step is read first, however often the step is tried."""
-    owed = Owed(1)
+    owed = Owed(make_layout(make_spec(4, History()), 100))
     owed.copy([[(42, 44)]])
     # 42 was given up and belongs to somebody else now.
     owed.copy([[(7, 42)]])
@@ -39,7 +41,7 @@ def test_a_cancelled_step_s_copies_are_owed_as_they_were() -> None:
 
 
 def test_what_is_owed_since_comes_after_what_is_owed_again() -> None:
-    owed = Owed(1)
+    owed = Owed(make_layout(make_spec(4, History()), 100))
     owed.copy([[(1, 2)]])
     owed.zero([[3]])
     step = step_of(owed)

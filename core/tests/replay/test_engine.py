@@ -9,13 +9,15 @@ from toy_traces import branching, line, toy_spec
 from kvist.errors import CapacityError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager
+from kvist.policies import LeastRecentlyUsed
 from kvist.replay.engine import Engine
 from kvist.replay.sizes import MemorySize, layout_of_blocks
 from kvist.replay.traces import read_trace
 
 
-def manager_of(pages: int, block_tokens: int, **config: int) -> PagedCacheManager:
-    return PagedCacheManager(layout_of_blocks(toy_spec(config, block_tokens=block_tokens), pages))
+def manager_of(pages: int, block_tokens: int, eviction=None, **config: int) -> PagedCacheManager:
+    layout = layout_of_blocks(toy_spec(config, block_tokens=block_tokens), pages)
+    return PagedCacheManager(layout, eviction=eviction)
 
 
 def pairs(requests):
@@ -24,11 +26,12 @@ def pairs(requests):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("block_tokens", "pages"), [(4, 40), (8, 24), (3, 60), (1, 150)])
-def test_hits_equal_brute_force_under_eviction(bruteforce, write_trace, seed, block_tokens, pages):
+@pytest.mark.parametrize("policy", [None, LeastRecentlyUsed()], ids=["heap", "scored"])
+def test_hits_equal_brute_force_under_eviction(bruteforce, write_trace, seed, block_tokens, pages, policy):
     requests = list(read_trace(write_trace(branching(seed, 120)), vocab_size=1000))
     longest = max(request.input_length + request.output_length for request in requests)
     pages = max(pages, 2 * -(-longest // block_tokens))
-    manager = manager_of(pages, block_tokens)
+    manager = manager_of(pages, block_tokens, eviction=policy)
     result = Engine(manager, concurrency=3).run(requests)
     expected, cache = bruteforce.simulate(pairs(requests), page_count=pages, block_tokens=block_tokens, concurrency=3)
     assert result.reused == expected

@@ -119,7 +119,7 @@ def test_salts_and_adapters_are_kept_apart_from_each_other() -> None:
     assert len({scope_seed(bytes(32), Scope(a, s)) for a, s in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize("block", [1, 4, 7])
+@pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("mix", MIXES)
 def test_many_scopes_over_the_same_texts_at_once(mix: str, block: int) -> None:
     """1, 2: equal texts in different scopes, open at the same time, cancelled, reused and evicted in random order.
@@ -132,7 +132,7 @@ def test_many_scopes_over_the_same_texts_at_once(mix: str, block: int) -> None:
     scopes = [Scope(), W1, W2, Scope(salt="t"), Scope(media=((0, "p"),))]
     seen: dict[Scope, list[np.ndarray]] = {scope: [] for scope in scopes}
     texts = [rng.integers(0, 3, 8 + 2 * number) for number in range(3)]
-    for _ in range(30):
+    for _ in range(15):
         scope = scopes[rng.integers(len(scopes))]
         text = texts[rng.integers(len(texts))]
         both = [(scope, text), (scopes[rng.integers(len(scopes))], text)]

@@ -606,7 +606,7 @@ def test_a_gap_on_the_disk_ends_what_it_has(tmp_path) -> None:
     cache.cached(range(1, 17))
     cache.flush()
     content = cache.manager._lower._content
-    keys = content.keys(Scope(), cache.manager._tree.walk(Scope(), flat(range(1, 17))))
+    keys = content.keys(cache.manager._tree.walk(Scope(), flat(range(1, 17))))
     assert cache.disk.remove(keys[1])
     drop_device(cache)
     sequence = cache.manager.open(flat(range(1, 18)))

@@ -35,6 +35,7 @@ class Extent:
         "keys",
         "last_used",
         "length",
+        "mark",
         "order",
         "parent",
         "stale",
@@ -55,9 +56,11 @@ class Extent:
         self.order: list[bytes] = []
         #: Tokens of the first block, as the parent files them.
         self.key = order_key(run[:block_tokens])
-        #: Content keys of the first whole blocks, as far as somebody has needed them.
-        self.keys: list[bytes] = []
+        #: Content keys of leading whole blocks, as many as were asked for: :func:`kvist.prefix.named.keys_of`.
+        self.keys: list[bytes] | None = None
         self.last_used = 0
+        #: For the eviction policy.
+        self.mark = -1
         self.alive = True
         #: Holders, and children that are held: an extent is *idle* when there are none. Who holds an extent holds all
         #: of it, and everything above it.
@@ -91,6 +94,12 @@ class Extent:
         """int32 ``[groups, block_count]``, a writable view."""
         return self._pages[:, : -(-self.length // self.block_tokens)]
 
+    def tokens_from(self, first: int) -> IntArray:
+        """The tokens after the first ``first`` ones, without joining what came in one piece. Do not write to it."""
+        last = self._pieces[-1]
+        behind = first - (self.length - len(last))
+        return last[behind:] if behind >= 0 else self.tokens[first:]
+
     def append(self, run: IntArray, pages: IntArray) -> None:
         """Add blocks after a whole last block.
 
@@ -119,7 +128,8 @@ class Extent:
                 self._pieces.append(_kept(piece[: len(piece) - excess]))
                 break
             excess -= len(piece)
-        del self.keys[block_count:]
+        if self.keys is not None:
+            del self.keys[block_count:]
         if 2 * block_count < self._pages.shape[1]:
             self._pages = self._pages[:, :block_count].copy()
         return removed
@@ -131,9 +141,11 @@ class Extent:
         cut = block_count * self.block_tokens
         upper = Extent(self.block_tokens, self.parent, self.start, tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
+        upper.mark = self.mark
         upper.holds = 1 if self.holds else 0
         upper.stale = self.stale
-        upper.keys, self.keys = self.keys[:block_count], self.keys[block_count:]
+        if self.keys is not None:
+            upper.keys, self.keys = self.keys[:block_count], self.keys[block_count:]
         self.parent.children[upper.key] = upper
         self._pieces = [_kept(tokens[cut:])]
         self._pages = self._pages[:, block_count:blocks].copy()

@@ -24,6 +24,7 @@ class Match:
     known: leading tokens of the prompt that the index knows, reusable or not.
     limited_by: the group that has no restore point between ``length`` and what the others could reuse; ``None`` when
         ``length`` is all that is known, or as much as the limit and the reuse unit leave of it.
+    lost: how many more tokens there were but for that group and others that lack restore points.
     """
 
     length: int
@@ -31,6 +32,7 @@ class Match:
     path: list[tuple[Extent, int]]
     known: int
     limited_by: Group | None
+    lost: int = 0
 
 
 def find(
@@ -61,6 +63,7 @@ def find(
     unit = block if whole_blocks else layout.reuse_unit
     length = max(0, min(known, limit) - backoff)
     length -= length % unit
+    hoped = length
     pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that
     # one is whole, so pieces always meet at block boundaries.
@@ -68,7 +71,7 @@ def find(
     # A snapshot filed under an open block was made at the block's last token, whichever that is.
     open_end = known if last.is_open and matched == last.length else 0
     length, limited_by = settle(layout, sparse, pages, length, unit, open_end)
-    return Match(length, pages[:, : -(-length // block)], path, known, limited_by)
+    return Match(length, pages[:, : -(-length // block)], path, known, limited_by, hoped - length)
 
 
 def settle(

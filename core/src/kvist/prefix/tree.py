@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from kvist.prefix.extent import Extent, order_key
+from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
 from kvist.step import IntArray
 
@@ -38,6 +39,15 @@ class _Root(Extent):
     scope: Scope
 
 
+def scope_of(extent: Extent) -> Scope:
+    """The scope of every sequence that goes through ``extent``."""
+    node = extent
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, _Root)
+    return node.scope
+
+
 class PrefixTree:
     """Extents of one cache, one root per scope. Exact token comparison, no hashing.
 
@@ -53,12 +63,15 @@ class PrefixTree:
         self.extent_count = 0
         #: Blocks in idle extents: what eviction can free of every dense group.
         self.idle_blocks = 0
-        self._clock = 0
+        #: Grows with every use; in tokens, as far as somebody passes time in tokens.
+        self.clock = 0
         self._push_count = 0
         #: Idle leaves as a heap by (last use, order of offering); entries go stale and are checked when popped.
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
+        #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
+        self.watcher: IndexWatcher | None = None
         #: Where somebody wants to know of them: extents that became idle, each with the path to it.
         self.idled: deque[Extent] | None = None
 
@@ -128,13 +141,15 @@ class PrefixTree:
                 if not whole:
                     assert last.parent is not None
                     last.parent.replace_child(last, order_key(run[:block]))
+                if self.watcher is not None and not last.stale:
+                    self.watcher.inserted(last, whole)
                 return Inserted(last, covered, pages.shape[1], replaced)
             if matched < last.length or matched % block:
                 if known == len(run) and matched % block:
                     # The block that covers our open one counts as used, what is behind it does not.
                     last = self.split_at(last, whole + 1)
-                    self._clock += 1
-                    last.last_used = self._clock
+                    self.clock += 1
+                    last.last_used = self.clock
                 if whole:
                     node = self.split_at(last, whole)
                 else:
@@ -151,13 +166,15 @@ class PrefixTree:
             node.append(run, pages)
         else:
             child = Extent(block, node, node.start + node.length, run, pages)
-            child.last_used = self._clock
+            child.last_used = self.clock
             child.stale = node.stale
             node.add_child(child)
             self.extent_count += 1
             node, holds = child, 0
         if not holds:
             self.idle_blocks += pages.shape[1]
+        if self.watcher is not None and not node.stale:
+            self.watcher.inserted(node, node.block_count - pages.shape[1])
         return Inserted(node, covered, pages.shape[1], None)
 
     def hold(self, extent: Extent) -> None:
@@ -176,8 +193,8 @@ class PrefixTree:
         """Give a hold up. What nobody holds any more counts as just used, if it was ``used``. Returns pages
         ``[groups, n]`` of stale extents, which are not in the tree any more. Mutates."""
         removed: list[IntArray] = []
-        self._clock += 1
-        tick = self._clock if used else extent.last_used
+        self.clock += 1
+        tick = self.clock if used else extent.last_used
         node = extent
         node.holds -= 1
         while node.parent is not None:
@@ -199,6 +216,18 @@ class PrefixTree:
         if self.idled is not None and not extent.holds:
             self.idled.append(extent)
         return removed
+
+    def pass_time(self, ticks: int) -> None:
+        """Let the clock go on by ``ticks``."""
+        self.clock += ticks
+
+    def idle_leaves(self) -> Iterator[Extent]:
+        """Idle leaves, each once, in no particular order. Takes nothing out of the candidates."""
+        found: dict[int, Extent] = {id(extent): extent for _, _, extent in self.candidates}
+        found.update((id(extent), extent) for extent in self.set_aside)
+        for extent in found.values():
+            if extent.alive and not extent.holds and not extent.children:
+                yield extent
 
     def offer(self, extent: Extent) -> None:
         """Let an idle extent be found by :meth:`leaves` if it is a leaf."""
@@ -234,6 +263,8 @@ class PrefixTree:
         parent = extent.parent
         assert parent is not None
         self.idle_blocks -= extent.block_count - block_count
+        if self.watcher is not None and not extent.stale:
+            self.watcher.truncated(extent, block_count)
         if block_count:
             removed = extent.cut(block_count)
             self.offer(extent)
@@ -262,6 +293,9 @@ class PrefixTree:
             for extent in order:
                 extent.stale = True
                 order.extend(extent.children.values())
+            if self.watcher is not None:
+                for extent in reversed(order):
+                    self.watcher.forgotten(extent)
             removed += [self.truncate(extent, 0) for extent in reversed(order) if not extent.holds]
             kept += [extent for extent in order if extent.holds]
         self.roots.clear()
@@ -289,12 +323,3 @@ class PrefixTree:
         latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
         self.candidates = [e for e in latest.values() if e[2].alive and not e[2].children and not e[2].holds]
         heapq.heapify(self.candidates)
-
-
-def scope_of(extent: Extent) -> Scope:
-    """The scope whose token runs an extent belongs to."""
-    node = extent
-    while node.parent is not None:
-        node = node.parent
-    assert isinstance(node, _Root)
-    return node.scope

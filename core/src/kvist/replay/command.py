@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from kvist.errors import KvistError, SpecError
 from kvist.layout import Layout
 from kvist.manager import CacheManager
+from kvist.policies import ReuseRate
 from kvist.records import CacheManagerInfo
 from kvist.registry import Entry, default_registry
 from kvist.replay.engine import Engine, ReplayResult
@@ -19,6 +21,13 @@ from kvist.replay.report import Report
 from kvist.replay.sizes import MemorySize, layout_of_blocks
 from kvist.replay.traces import DEFAULT_VOCAB_SIZE, TraceRequest, read_trace
 from kvist.spec import CacheSpec, ceil_div
+
+
+class Eviction(enum.StrEnum):
+    """Names of eviction policies on the command line."""
+
+    LEAST_RECENTLY_USED = "lru"
+    REUSE_RATE = "reuse-rate"
 
 
 def command(
@@ -38,6 +47,9 @@ def command(
     ceiling: Annotated[
         bool, typer.Option("--ceiling", help="Also replay on a cache that never evicts, to see what could be hit.")
     ] = False,
+    eviction: Annotated[
+        Eviction, typer.Option(help="What goes first when the cache is full.")
+    ] = Eviction.LEAST_RECENTLY_USED,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results as JSON to this file; - prints them instead.")
     ] = None,
@@ -55,15 +67,16 @@ def command(
     jobs = list(
         read_trace(trace, limit=requests, vocab_size=spec.vocab_size or DEFAULT_VOCAB_SIZE, prefix_ids=not content_ids)
     )
-    factory: Callable[[Layout], CacheManager] = entry.resolve(entry.info.manager_factory)
+    factory: Callable[..., CacheManager] = entry.resolve(entry.info.manager_factory)
     quiet = str(json_file) == "-"
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
 
         def run(what: str, on: Layout) -> ReplayResult:
             task = progress.add_task(what, total=len(jobs))
+            options = {} if eviction is Eviction.LEAST_RECENTLY_USED else {"eviction": ReuseRate()}
             engine = Engine(
-                factory(on),
+                factory(on, **options),
                 concurrency=concurrency,
                 chunk_tokens=chunk_tokens,
                 on_progress=lambda finished: progress.update(task, completed=finished),

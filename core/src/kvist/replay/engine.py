@@ -202,7 +202,8 @@ class Engine:
         sequence = manager.open(tokens, _SCOPE)
         while sequence.computed < len(tokens):
             count = min(len(tokens) - sequence.computed, self._chunk_tokens or len(tokens))
-            plan = manager.plan([Run(sequence, count)])
+            end = sequence.next_end(sequence.computed + count)
+            plan = manager.plan([Run(sequence, end - sequence.computed)])
             if not plan.fits:
                 manager.close(sequence)
                 result.prompt_ns += _now() - begin

@@ -121,7 +121,7 @@ class Backup:
             return None
         scope = scope_of(extent)
         if isinstance(self._target, Content):
-            transfer = self._to_disk(scope, known, most, rest, self._target)
+            transfer = self._to_disk(known, most, rest, self._target)
         else:
             transfer = self._to_level(scope, known, most, rest, self._target)
         if transfer is None:
@@ -186,8 +186,8 @@ class Backup:
         transfer.more = len(lacking) - len(ordinals)
         return transfer
 
-    def _to_disk(self, scope: Scope, known: Known, most: int, rest: int | None, content: Content) -> Transfer | None:
-        keys = content.keys(scope, known.path)
+    def _to_disk(self, known: Known, most: int, rest: int | None, content: Content) -> Transfer | None:
+        keys = content.keys(known.path)
         masks = np.array(content.disk.masks(keys), np.int64)
         groups = np.arange(len(known.pages))[:, None]
         missing: Cells = (known.pages[:, : len(keys)] != NO_PAGE) & (masks >> groups & 1 == 0)

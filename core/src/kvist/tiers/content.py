@@ -12,6 +12,7 @@ from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.layout import Layout
 from kvist.memory.disk import DiskStore
 from kvist.prefix.extent import Extent
+from kvist.prefix.named import keys_of
 from kvist.spec import Scope
 from kvist.step import IntArray
 
@@ -36,16 +37,11 @@ class Content:
         #: What every block has a part of, as bits.
         self._every = sum(1 << group for group in dense)
 
-    def keys(self, scope: Scope, path: Sequence[tuple[Extent, int]]) -> list[bytes]:
+    def keys(self, path: Sequence[tuple[Extent, int]]) -> list[bytes]:
         """Of all whole blocks matched on ``path``, which begins at the root."""
         found: list[bytes] = []
-        block = self._block
         for extent, matched in path:
-            have, whole = len(extent.keys), matched // block
-            if have < whole:
-                previous = extent.keys[-1] if have else (found[-1] if found else self._seed(scope))
-                extent.keys += block_keys(previous, extent.tokens[have * block : whole * block], block)
-            found += extent.keys[:whole]
+            found += keys_of(extent, self._digest)[: matched // self._block]
         return found
 
     def look(
@@ -56,7 +52,7 @@ class Content:
         path: what a tier in memory has of ``tokens``. within: is of interest what the disk has of that?
         """
         block = self._block
-        keys = self.keys(scope, path)
+        keys = self.keys(path)
         masks = self.disk.masks(keys) if within else [self._every] * len(keys)
         while len(masks) < len(tokens) // block:
             begin = len(keys)

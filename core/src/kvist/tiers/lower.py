@@ -15,7 +15,7 @@ from kvist.memory.mover import Tier
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.sequence import FromBelow, Sequence
-from kvist.stats import TierCleared, TierGroupStats, TierStats
+from kvist.stats import Tally, TierCleared, TierGroupStats, TierStats
 from kvist.step import IntArray
 from kvist.tiers.backup import Backup
 from kvist.tiers.config import Tiers
@@ -60,7 +60,8 @@ class LowerTiers:
         above = self.device
         if tiers.host_layout is not None:
             host_tree = PrefixTree(layout.block_tokens, len(layout.groups))
-            self.host = Level(Tier.HOST, host_tree, Ledger(tiers.host_layout))
+            # Floors are promises to those who compute.
+            self.host = Level(Tier.HOST, host_tree, Ledger(attrs.evolve(tiers.host_layout, floors=())))
             self._backups.append(Backup(self._flights, above, self.host, tiers.minimum_blocks, owner.pages_in_use))
             above = self.host
         if self._content is not None:
@@ -72,22 +73,17 @@ class LowerTiers:
         self._down = {tier: [0 for _ in layout.groups] for tier in names}
         self._up = {tier: [0 for _ in layout.groups] for tier in names}
         self._failed = dict.fromkeys(names, 0)
-        self._reused = dict.fromkeys(names, 0)
-        self._resumed = dict.fromkeys(names, 0)
 
     @property
     def copying(self) -> int:
         """Batches that the copier has, or that have finished and wait for :meth:`poll`."""
         return len(self._flights.transfers)
 
-    def look(self, sequence: Sequence, limit: int, *, resumed: bool) -> None:
+    def look(self, sequence: Sequence, limit: int) -> None:
         """Note how much more of a sequence that was just claimed the lower tiers have."""
         found = self._find(sequence, limit)
         length = max(sequence.computed, found.length) if found is not None else sequence.computed
-        before = sequence.below
-        sequence.below = FromBelow(length, limit, sequence.computed, resumed)
-        if before is not None:
-            sequence.below.host_tokens, sequence.below.disk_tokens = before.host_tokens, before.disk_tokens
+        sequence.below = FromBelow(length, limit, sequence.computed)
 
     def load(self, sequence: Sequence) -> bool:
         """Begin to bring up what :meth:`look` found. False, and nothing changes, when there is no room for it now or
@@ -154,19 +150,11 @@ class LowerTiers:
             cleared.append(TierCleared(Tier.DISK.value, disk.bytes, disk.left_bytes))
         return tuple(cleared)
 
-    def count_start(self, sequence: Sequence) -> None:
-        """The sequence's first step is completed: what it reused counts."""
-        below = sequence.below
-        if below is not None:
-            host = min(below.host_tokens, sequence.reused)
-            disk = min(below.disk_tokens, sequence.reused - host)
-            for tier, tokens in ((Tier.HOST, host), (Tier.DISK, disk)):
-                if tokens:
-                    self._reused[tier] += tokens
-
-    def stats(self) -> tuple[TierStats, ...]:
+    def stats(self, tally: Tally) -> tuple[TierStats, ...]:
+        """Every lower tier, the host first. tally: the manager's counters."""
         found = []
         for tier in self._down:
+            place = 0 if tier is Tier.HOST else 1
             groups = []
             layout = self.device.ledger.layout
             if tier is Tier.HOST:
@@ -200,8 +188,8 @@ class LowerTiers:
                     tier.value,
                     capacity_bytes,
                     used_bytes,
-                    self._reused[tier],
-                    self._resumed[tier],
+                    tally.reused_below[place],
+                    tally.resumed_below[place],
                     self._failed[tier],
                     tuple(groups),
                 )
@@ -319,15 +307,8 @@ class LowerTiers:
         self._owner.take_again(sequence, transfer.limit, transfer)
         assert sequence.below is not None
         now = sequence.below
-        now.resumed = below.resumed
         host, disk = self._attribute(transfer, before, sequence.computed)
-        if below.resumed:
-            for tier, tokens in ((Tier.HOST, host), (Tier.DISK, disk)):
-                if tokens:
-                    self._resumed[tier] += tokens
-        elif sequence.computed > before:
-            now.host_tokens += host
-            now.disk_tokens += disk
+        now.host_tokens, now.disk_tokens = below.host_tokens + host, below.disk_tokens + disk
         if transfer.lost.any():
             # Whoever tries again at once would find what just failed and could not be dropped.
             now.length = sequence.computed

@@ -189,14 +189,16 @@ class Engine:
                 chosen, plan = planned
                 step = plan.commit()
                 token_ids, positions, logit_rows, ready = self._inputs(step, plan.runs, chosen)
+            begun = False
             try:
                 with self.stats.timed("model_ns"):
                     self.memory.apply(step)
+                    begun = True
                     self.backend.begin(step)
                     logits = self.adapter.forward(token_ids, positions, logit_rows)
                     self.memory.save(step)
             except BaseException:
-                self.manager.cancel(step)
+                self.manager.cancel(step, ran=begun)
                 raise
             with self.stats.timed("complete_ns"):
                 self.manager.complete(step)
