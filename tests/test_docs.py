@@ -90,6 +90,15 @@ def test_the_tutorial_runs_as_it_stands(capsys):
     assert "10000 tokens never fit" in capsys.readouterr().out
 
 
+def test_the_how_to_on_tiers_runs_as_it_stands(tmp_path, capsys):
+    text = (ROOT / "docs" / "how-to" / "use-host-and-disk-tiers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    names = {"__name__": "tiers", "folder": tmp_path / "cache"}
+    exec(compile("\n".join(blocks), "use-host-and-disk-tiers.md", "exec"), names)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["host", "disk"]
+
+
 def test_watching_the_cache_runs_as_it_stands(capsys):
     text = (ROOT / "docs" / "how-to" / "watch-the-cache.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

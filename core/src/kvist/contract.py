@@ -30,6 +30,10 @@ class CacheManager(Protocol):
 
     layout: Layout
 
+    @property
+    def copying(self) -> int:
+        """Batches of copies between tiers that ``poll`` has not taken in yet."""
+
     def open(
         self, tokens: npt.ArrayLike, scope: Scope = ..., *, reuse: bool = True, restore_at: SequenceOf[int] = ()
     ) -> Sequence:
@@ -107,15 +111,18 @@ class CacheManager(Protocol):
     def load(self, sequence: Sequence) -> bool:
         """Begin to bring up from lower tiers what ``sequence.loadable`` promises beyond what the sequence has, after
         ``open`` or ``resume`` and before its next step. It is ``loading`` until ``poll`` has taken in all of it, then
-        it has as much as arrived. To truncate, suspend or close it meanwhile is allowed, and what arrives is cached.
+        it has as much as arrived. To truncate, suspend or close it meanwhile ends its wait, and what arrives is cached.
 
         False, and nothing changes, when there is nothing to bring or no room for it now: compute the tokens, or try
-        again later. Raises StateError as ``suspend`` does.
+        again later. Raises StateError as ``suspend`` does, and for a suspended sequence.
         """
 
     def poll(self) -> None:
-        """Take in finished copies between tiers and submit new ones. Cheap; call it once a step, and when a plan does
-        not fit although copies are in progress: what they keep can be had when they have finished."""
+        """Take in finished copies between tiers and submit new ones. Cheap; call it once a step, before ``plan``, and
+        when a plan does not fit although copies are in progress: what they keep can be had when they have finished.
+
+        A sequence may have fewer tokens than before its load when part of that failed.
+        """
 
     def clear(self) -> Cleared:
         """Forget everything cached in every tier, e.g. because the weights changed; what is being copied arrives

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -28,6 +29,16 @@ from kvist.step import NO_PAGE, IntArray, present
 #: A plan copies at most one part in so many of the arena if evicting more would do as well. Whatever the limit, it
 #: copies less than the slabs that it gets hold.
 MOST_PART = 8
+
+
+class Copying(Protocol):
+    """Copies between tiers in progress."""
+
+    def held(self) -> Iterable[Extent]:
+        """Extents that they hold."""
+
+    def touched(self) -> Iterable[tuple[int, IntArray]]:
+        """Groups and pages that must stay where they are."""
 
 
 class Defragmenter:
@@ -53,13 +64,13 @@ class Defragmenter:
         self._tables = tables
         self._owed = owed
         self._sequences = sequences
+        #: Where there are tiers below the device.
+        self.copying: Copying | None = None
         self._exact = [group.index for group in layout.groups if group.exact]
         self._limit_bytes = layout.arena_bytes // MOST_PART
         arena = ledger.arena
         #: Can it ever help? Where every page is a slab, or one group has all, nothing fragments.
         self.useful = len(layout.groups) > 1 and any(count > 1 for count in arena.pages_per_slab)
-        #: Do copies between tiers use pages of this one? Those must stay where they are, so nothing moves meanwhile.
-        self.busy: Callable[[], bool] = lambda: False
         #: Pages moved so far, per group.
         self.moved = [0] * len(layout.groups)
 
@@ -67,7 +78,7 @@ class Defragmenter:
         """What must be evicted and moved for ``needed`` pages per group, and the pages each would lack all the same.
         Changes nothing."""
         keeper, ledger = self._keeper, self._ledger
-        if not self.useful or self.busy():
+        if not self.useful:
             return choose(keeper, ledger, needed)
         if not any(ledger.arena.shortage(needed)):
             return NOTHING, [0] * len(needed)
@@ -91,7 +102,7 @@ class Defragmenter:
         """For what is needed per group: the pages each group would lack once ``freed[group]`` is given back and pages
         have moved together. Holds until something changes."""
         arena = self._ledger.arena
-        if not self.useful or self.busy():
+        if not self.useful:
             return lambda needed: arena.shortage(needed, freed)
         movable = self._movable(self._fixed_slabs())
         counts = [sum(map(len, each)) for each in freed]
@@ -214,6 +225,9 @@ class Defragmenter:
         """Per group and slab, does it hold a page that a step in flight names?"""
         per_slab = self._ledger.arena.pages_per_slab
         fixed = [np.zeros(self._layout.slab_count, np.bool_) for _ in per_slab]
+        if self.copying is not None:
+            for group, touched in self.copying.touched():
+                fixed[group][touched // per_slab[group]] = True
         for sequence in self._sequences.values():
             if not sequence.in_flight:
                 continue
@@ -231,14 +245,18 @@ class Defragmenter:
         """Every extent, those too that are kept by a hold only and cannot be found any more."""
         yield from self._tree.extents()
         seen: set[int] = set()
+        held = [] if self.copying is None else list(self.copying.held())
         for sequence in self._sequences.values():
             sources = sequence.sources
-            for node in (sequence.tip, sources.extent if sources is not None else None):
-                # Above the first that can be found, all can.
-                while node is not None and node.stale and node.parent is not None and id(node) not in seen:
-                    seen.add(id(node))
-                    yield node
-                    node = node.parent
+            held += [
+                each for each in (sequence.tip, sources.extent if sources is not None else None) if each is not None
+            ]
+        for node in held:
+            # Above the first that can be found, all can.
+            while node.stale and node.parent is not None and id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                node = node.parent
 
     def _bytes(self, moves: Moves) -> int:
         return sum(len(each) * group.page_bytes for each, group in zip(moves.sources, self._layout.groups))

@@ -17,7 +17,7 @@ from kvist.contract import CacheManager
 from kvist.defrag import Defragmenter
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.events import Events, Listener
-from kvist.eviction import NOTHING, Eviction, evict
+from kvist.eviction import NOTHING, Eviction, choose, evict
 from kvist.keeper import Keeper
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
@@ -68,8 +68,8 @@ class PagedCacheManager:
         layout: Layout,
         restore: RestorePolicy | None = None,
         backoff_tokens: int = 0,
-        tiers: Tiers | None = None,
         eviction: EvictionPolicy | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         policy = restore or RestorePolicy()
         self.layout = layout
@@ -113,9 +113,7 @@ class PagedCacheManager:
         if tiers is not None:
             owner = Owner(self._take_room, self._pages_in_use, self._take_again, self._limits)
             self._lower = LowerTiers(owner, tiers, layout, self._tree, self._ledger, backoff_tokens)
-            self._tally.on_start = self._lower.count_start
-            lower = self._lower
-            self._defragmenter.busy = lambda: bool(lower.copying)
+            self._defragmenter.copying = self._lower.device
 
     def open(
         self,
@@ -136,7 +134,7 @@ class PagedCacheManager:
             self._claims.claim(sequence, match)
             self._found(sequence, match)
             if self._lower is not None:
-                self._lower.look(sequence, length - 1, resumed=False)
+                self._lower.look(sequence, length - 1)
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points if self._has_states else ()
@@ -292,8 +290,7 @@ class PagedCacheManager:
             self._keeper.ended(
                 sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
             )
-        if sequence.loading:
-            self._leave_load(sequence)
+        self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)
         del self._sequences[sequence.slot]
@@ -368,8 +365,7 @@ class PagedCacheManager:
         tiers = () if self._lower is None else self._lower.clear()
         for sequence in self._sequences.values():
             sequence.shares = False
-            if sequence.below is not None:
-                sequence.below.length = 0
+            self._leave_tiers(sequence)
         self._epoch += 1
         freed = self._claims.forget()
         held = [self._ledger.held_count(group, self._tree.idle_blocks) for group in self._group_range]
@@ -377,6 +373,8 @@ class PagedCacheManager:
 
     def load(self, sequence: Sequence) -> bool:
         self._require_idle(sequence, "load()")
+        if sequence.suspended:
+            raise StateError("load() of a suspended sequence", hint="resume() it first")
         if self._lower is None or not self._lower.load(sequence):
             return False
         self._epoch += 1
@@ -437,7 +435,7 @@ class PagedCacheManager:
             len(self._sequences),
             self._tree.extent_count,
             group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
-            () if self._lower is None else self._lower.stats(),
+            () if self._lower is None else self._lower.stats(tally),
         )
 
     def _changed(self) -> None:
@@ -537,8 +535,7 @@ class PagedCacheManager:
         """Give up what a sequence holds until it is reclaimed."""
         computed = sequence.computed
         self._tally.catch_up((sequence,))
-        if sequence.loading:
-            self._leave_load(sequence)
+        self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         sequence.rebase(0)
         sequence.suspended_at = computed
@@ -559,7 +556,7 @@ class PagedCacheManager:
         if sequence.started and suspended:
             sequence.origin, sequence.started = "resumed", False
         if self._lower is not None:
-            self._lower.look(sequence, limit, resumed=True)
+            self._lower.look(sequence, limit)
 
     def _found(self, sequence: Sequence, match: Match) -> None:
         """Note what a sequence that has computed nothing takes from the cache, and why it is not more."""
@@ -568,18 +565,19 @@ class PagedCacheManager:
 
     def _take_again(self, sequence: Sequence, limit: int, arriving: Transfer) -> None:
         """What was loaded for a sequence arrives: it claims that as if it had just been opened or resumed."""
-        assert self._lower is not None and sequence.below is not None
+        assert self._lower is not None
         self._park(sequence)
         self._lower.arrive(arriving)
         self._reclaim(sequence, limit, suspended=False)
 
-    def _leave_load(self, sequence: Sequence) -> None:
-        if self._lower is not None:
+    def _leave_tiers(self, sequence: Sequence) -> None:
+        if self._lower is not None and sequence.below is not None:
             self._lower.leave(sequence)
 
     def _take_room(self, needed: list[int]) -> bool:
-        eviction, shortages = self._make_room(needed)
-        if shortages:
+        # Without moving pages: a load would overwrite those that the next step is still to move.
+        eviction, short = choose(self._keeper, self._ledger, needed)
+        if any(short):
             return False
         self._epoch += 1
         self._evict(eviction)
@@ -619,6 +617,7 @@ class PagedCacheManager:
             waiting, self._spoiled = self._spoiled, []
             for sequence in waiting:
                 if sequence.in_flight:
+                    sequence.undecided = True
                     self._spoiled.append(sequence)
                 elif not sequence.suspended:
                     sequence.undecided = False

@@ -74,13 +74,26 @@ class Owed:
 
     def again(self, step: Step) -> None:
         """The step has not begun and will not: what it was to do comes before what is owed since."""
-        since = self._copies, self._fresh
-        groups = len(self._copies)
-        self._copies, self._fresh = [{} for _ in range(groups)], [{} for _ in range(groups)]
-        self.copy([[(int(source), int(to)) for source, to in pairs] for pairs in step.copies])
-        self.zero([pages.tolist() for pages in step.fresh])
-        self.copy([[(source, to) for to, source in copies.items()] for copies in since[0]])
-        self.zero(since[1])
+        since_copies, since_fresh = self._copies, self._fresh
+        # A step's copies are simultaneous: a source that another of them overwrites stands for what it held before.
+        first = [{int(to): int(source) for source, to in pairs} for pairs in step.copies]
+        zeros: list[dict[int, None]] = [dict.fromkeys(pages.tolist()) for pages in step.fresh]
+        self._copies, self._fresh = [dict(each) for each in first], [dict(each) for each in zeros]
+        for group in range(len(first)):
+            copies, fresh = self._copies[group], self._fresh[group]
+            for to, source in since_copies[group].items():
+                self._void(group, to)
+                if source in zeros[group]:
+                    copies.pop(to, None)
+                    fresh[to] = None
+                else:
+                    fresh.pop(to, None)
+                    copies[to] = first[group].get(source, source)
+            for page in since_fresh[group]:
+                self._void(group, page)
+                copies.pop(page, None)
+                fresh[page] = None
+        self.something = any(self._copies) or any(self._fresh)
 
     def _void(self, group: int, page: int) -> None:
         """Forget what is owed to pages of other groups that lie where ``page`` of ``group`` does: they were given up,

@@ -93,14 +93,13 @@ class FromBelow:
     """What the tiers below the device have for a sequence.
 
     length: tokens it could reuse if their content came up. limit: it cannot reuse more. base: computed tokens when this
-    was found out. resumed: is what comes up for a resumed sequence, not for a new one? loading: is it on its way?
-    host_tokens, disk_tokens: of its reused tokens, those that came up from there.
+    was found out. loading: is it on its way? host_tokens, disk_tokens: of the tokens it then has, those that came up
+    from there.
     """
 
     length: int
     limit: int
     base: int
-    resumed: bool
     loading: bool = False
     host_tokens: int = 0
     disk_tokens: int = 0
@@ -138,11 +137,11 @@ class Sequence:
     #: May others find what it computes?
     shares = True
     sources: Sources | None = None
+    #: Where there are tiers below the device.
+    below: FromBelow | None = None
     #: For the eviction policy: the mark of the deepest extent it claimed, and the first block that it added.
     claimed_mark = -1
     first_key: tuple[int, bytes] | None = None
-    #: Where there are tiers below the device.
-    below: FromBelow | None = None
     #: Pages in each exact group's table row.
     state_columns = 0
     batch: DecodeBatch | None = None

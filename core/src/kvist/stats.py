@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
@@ -77,6 +77,11 @@ class TierStats:
     failed_blocks: int
     groups: tuple[TierGroupStats, ...]
 
+    def since(self, earlier: TierStats) -> TierStats:
+        """As :meth:`ManagerStats.since`."""
+        groups = tuple(_less(now, then, _TIER_GROUP_COUNTERS) for now, then in zip(self.groups, earlier.groups))
+        return attrs.evolve(_less(self, earlier, _TIER_COUNTERS), groups=groups)
+
 
 @attrs.frozen
 class ManagerStats:
@@ -115,10 +120,13 @@ class ManagerStats:
         Raises StateError if ``earlier`` is not earlier.
         """
         groups = tuple(_less(now, then, _GROUP_COUNTERS) for now, then in zip(self.groups, earlier.groups))
-        return attrs.evolve(_less(self, earlier, _COUNTERS), groups=groups)
+        tiers = tuple(now.since(then) for now, then in zip(self.tiers, earlier.tiers))
+        return attrs.evolve(_less(self, earlier, _COUNTERS), groups=groups, tiers=tiers)
 
 
 _GROUP_COUNTERS = ("evicted", "lost_tokens", "moved")
+_TIER_COUNTERS = ("reused_tokens", "resumed_tokens", "failed_blocks")
+_TIER_GROUP_COUNTERS = ("moved_down", "moved_up", "evicted")
 _COUNTERS = (
     "requests",
     "prompt_tokens",
@@ -130,7 +138,7 @@ _COUNTERS = (
     "computed_tokens",
     "steps",
 )
-_Counted = TypeVar("_Counted", GroupStats, ManagerStats)
+_Counted = TypeVar("_Counted", GroupStats, ManagerStats, TierGroupStats, TierStats)
 
 
 def _less(now: _Counted, then: _Counted, counters: tuple[str, ...]) -> _Counted:
@@ -151,16 +159,21 @@ class Tally:
         self.requests = self.prompt_tokens = self.reused_tokens = 0
         self.resumes = self.resumed_tokens = self.forks = self.forked_tokens = 0
         self.computed_tokens = self.steps = 0
+        #: Of the reused and of the resumed tokens those that came up from the host and from the disk.
+        self.reused_below, self.resumed_below = [0, 0], [0, 0]
         self.evicted = [0] * group_count
         self.lost_tokens = [0] * group_count
-        #: Wants to know of requests and resumed sequences as they are counted.
-        self.on_start: Callable[[Sequence], None] | None = None
 
     def begin(self, sequence: Sequence) -> None:
         """The sequence's first step, or its first one after ``resume``, is completed."""
         sequence.started = True
-        if self.on_start is not None and sequence.origin != "forked":
-            self.on_start(sequence)
+        if sequence.below is not None and sequence.origin != "forked":
+            resumed = sequence.origin == "resumed"
+            total = sequence.claimed if resumed else sequence.reused
+            host = min(sequence.below.host_tokens, total)
+            below = self.resumed_below if resumed else self.reused_below
+            below[0] += host
+            below[1] += min(sequence.below.disk_tokens, total - host)
         if sequence.origin == "resumed":
             self.resumes += 1
             self.resumed_tokens += sequence.claimed

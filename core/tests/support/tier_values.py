@@ -27,6 +27,8 @@ class RowMover:
     def __init__(self) -> None:
         self.rows: dict[Tier, list[np.ndarray]] = {}
         self.disk: DiskStore | None = None
+        #: Values of each group's page that mean something.
+        self.widths: list[int] = []
         self.moves: list[str] = []
         self.faults: list[str] = []
 
@@ -60,7 +62,7 @@ class RowMover:
 
     def _read(self, copy: Copy, group: int, page: int) -> np.ndarray:
         row = self.rows[copy.source][group][page]
-        if (row == JUNK).all():
+        if (row[: self.widths[group]] == JUNK).all():
             # Not raised: a copier makes a report of whatever is raised.
             self.faults.append(f"{copy}: page {page} of group {group} holds junk")
         return row
@@ -89,28 +91,27 @@ class Cache:
         backoff_tokens: int = 0,
         fingerprint: str = "test",
         vocab_size: int | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
-        spec = attrs.evolve(
-            make_spec(block, *(retentions or (History(),)), vocab_size=vocab_size), fingerprint=fingerprint
-        )
+        spec = make_spec(block, *(retentions or (History(),)), vocab_size=vocab_size, widths=widths)
+        spec = attrs.evolve(spec, fingerprint=fingerprint)
         self.layout: Layout = make_layout(spec, device_pages)
         self.mover = RowMover()
         self.copier = ManualCopier(self.mover, pending_max)
         host = attrs.evolve(self.layout, slab_count=host_pages + 1) if host_pages else None
         self.disk: DiskStore | None = None
         if folder is not None:
-            parts = [8 * (1 if g.exact else g.retention.ring or block) for g in self.layout.groups]
+            parts = [group.page_bytes for group in self.layout.groups]
             self.disk = DiskStore(folder, format_digest(self.layout), parts, disk_blocks * 4096)
         tiers = Tiers(self.copier, host, self.disk, minimum_blocks)
-        self.manager = PagedCacheManager(self.layout, restore, backoff_tokens, tiers)
+        self.manager = PagedCacheManager(self.layout, restore, backoff_tokens, tiers=tiers)
         self.values = Values(self.manager)
-        self.mover.rows[Tier.DEVICE] = self.values.pages
+        self.mover.rows[Tier.DEVICE] = self.values.whole
+        self.mover.widths = [pages.shape[1] for pages in self.values.pages]
         self.mover.disk = self.disk
         if host is not None:
-            self.mover.rows[Tier.HOST] = [
-                np.full((host.arena_bytes // group.page_bytes, rows.shape[1]), JUNK, np.int64)
-                for group, rows in zip(host.groups, self.values.pages)
-            ]
+            memory = np.full(host.arena_bytes // 8, JUNK, np.int64)
+            self.mover.rows[Tier.HOST] = [memory.reshape(-1, group.page_bytes // 8) for group in host.groups]
 
     def poison_host(self) -> None:
         """Overwrite every host page that is free."""

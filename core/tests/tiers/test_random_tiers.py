@@ -20,6 +20,7 @@ MIXES = {
     "history+state": (History(), State()),
     "history+sinks+window": (History(), Window(7, sinks=3), Window(4)),
     "history+window+state": (History(), Window(6), State()),
+    "history+ring": (History(), Window(1, ring=1)),
 }
 #: Host pages as a part of the device's, and is there a disk?
 TIERS = {"host": (2.5, False), "small host": (0.3, False), "disk": (0.0, True), "both": (0.5, True)}
@@ -27,7 +28,7 @@ TIERS = {"host": (2.5, False), "small host": (0.3, False), "disk": (0.0, True), 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_every_read_is_clean_in_every_order_of_copies(mix: str, tiers: str, seed: int, tmp_path) -> None:
     run(mix, tiers, seed, tmp_path / "disk")
 
@@ -49,6 +50,8 @@ def run(mix: str, tiers: str, seed: int, folder) -> Cache:
         restore=RestorePolicy(every_blocks=2) if seed % 4 == 1 else None,
         backoff_tokens=2 if seed % 4 == 2 else 0,
         vocab_size=4,
+        # Pages of several sizes share slabs, and pages on the device move.
+        widths=rng.choice([4, 8, 20], len(MIXES[mix])).tolist() if seed % 2 else (),
     )
     cache.manager.shuffle_free_pages(rng)
     traffic = TierTraffic(cache, rng)
@@ -94,10 +97,6 @@ class TierTraffic(Traffic):
 
     def can_run(self, sequence) -> bool:
         return not sequence.loading
-
-    def may_fail(self, step) -> bool:
-        # A step that ran and is cancelled copies again what it has overwritten meanwhile.
-        return not any(map(len, step.copies))
 
     def prompt(self):
         """Mostly one of a few texts and what follows it: that is what comes up from below."""
@@ -156,14 +155,19 @@ class TierTraffic(Traffic):
 
     def poll(self) -> None:
         before = [(sequence, sequence.computed) for sequence in self.singles if sequence.loading]
+        failed = [tier.failed_blocks for tier in self.manager.stats().tiers]
         self.cache.poll()
+        failed_now = [tier.failed_blocks for tier in self.manager.stats().tiers] != failed
         for sequence, computed in before:
-            assert computed <= sequence.computed < sequence.known or sequence.below.resumed
+            now = sequence.computed
+            # Where a part of a block failed to come up, a block that begins alike may be found no more.
+            assert computed <= now or failed_now
+            assert now < sequence.known or sequence.origin == "resumed"
         stats = self.manager.stats()
         for sequence in self.singles:
             below = sequence.below
-            if below is not None and not sequence.started and not below.resumed:
-                assert below.host_tokens + below.disk_tokens <= sequence.reused
+            if below is not None:
+                assert below.host_tokens + below.disk_tokens <= max(sequence.computed, sequence.claimed)
         assert all(tier.used_bytes <= tier.capacity_bytes for tier in stats.tiers)
 
     def load(self) -> None:

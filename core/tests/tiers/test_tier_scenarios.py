@@ -189,7 +189,10 @@ def test_a_failed_copy_is_not_a_loaded_one(below: str, tmp_path) -> None:
     cache.poll()
     assert (sequence.computed, sequence.reused, sequence.loadable) == (4, 4, 4)
     assert cache.tier(below).failed_blocks == 1
-    assert cache.manager.probe(flat(range(1, 14))) == 4
+    # What failed is dropped from its tier, and not tried for ever.
+    other = cache.manager.open(flat(range(1, 14)))
+    assert (other.computed, other.loadable) == (4, 4)
+    cache.manager.close(other)
     cache.compute(sequence)
     cache.manager.close(sequence)
     cache.flush()
@@ -224,18 +227,23 @@ def test_new_weights_invalidate_every_tier(running: bool, tmp_path) -> None:
         cache.poll()
         cache.manager._claims.forget()
         waiting = cache.manager.open(flat(range(1, 14)))
+        cache.cached(range(70, 82))
+        cache.poll()
         assert cache.manager.load(waiting)
-        assert {copy.target for copy in cache.copier.queued.values()} >= {Tier.DEVICE, Tier.DISK}
+        assert {copy.target for copy in cache.copier.queued.values()} == {Tier.DEVICE, Tier.HOST, Tier.DISK}
     else:
         cache.flush()
+    undecided = cache.manager.open(flat(range(50, 61), 0))
     cleared = cache.manager.clear()
+    assert undecided.loadable == undecided.computed and not cache.manager.load(undecided)
+    cache.manager.close(undecided)
     assert [tier.name for tier in cleared.tiers] == ["host", "disk"]
     assert cleared.tiers[1].freed_bytes > 0 and cleared.tiers[1].held_bytes == 0
     assert (cleared.tiers[0].held_bytes > 0) == running
     assert cleared.held[0] > 0
     cache.check()
     for _ in range(2):
-        for begin in (1, 30, 50):
+        for begin in (1, 30, 50, 70):
             sequence = cache.manager.open(flat(range(begin, begin + 13)))
             assert (sequence.computed, sequence.loadable) == (0, 0)
             cache.manager.close(sequence)

@@ -154,11 +154,14 @@ class DiskStore:
     def masks(self, keys: Sequence[bytes]) -> list[int]:
         """For each key its groups as bits, 0 without an entry. Counts as a use of them, the first the latest: a block
         is of no use without those before it."""
+        found = []
         with self._lock:
             for key in reversed(keys):
-                if key in self._index:
+                entry = self._index.get(key)
+                found.append(0 if entry is None else entry.groups)
+                if entry is not None:
                     self._index.move_to_end(key)
-            return [entry.groups if (entry := self._index.get(key)) else 0 for key in keys]
+        return found[::-1]
 
     @property
     def generation(self) -> int:
@@ -177,8 +180,6 @@ class DiskStore:
             self._require_open()
             if generation is None:
                 generation = self._generation
-            if generation != self._generation:
-                return False
             known = self._index.get(key)
             if known is not None and not given & ~known.groups:
                 self._index.move_to_end(key)

@@ -40,6 +40,9 @@ class Backup:
         self._flights = flights
         self._pages_in_use = pages_in_use
         self._in_use: list[Sequence[int]] = []
+        #: Blocks that may still follow what was copied of an extent. Without an end, paths that do not fit in the next
+        #: tier together would push each other out for ever.
+        self._follow: dict[Extent, int] = {}
         #: Extents with such pages.
         self._later: list[Extent] = []
         self.source, self._target = source, target
@@ -62,11 +65,15 @@ class Backup:
         if self._queue and self._pages_in_use is not None:
             self._in_use = self._pages_in_use()
         some = False
+        looked_at: set[Extent] = set()
         while self._queue and self._flights.room_down > 0 and self._blocks_moving < self._most:
+            if self._queue[0] in looked_at:
+                self._queue.popleft()
+                continue
             transfer = self._transfer(self._queue[0], min(self._batch, self._most - self._blocks_moving))
             if self._waits:
                 break
-            self._queue.popleft()
+            looked_at.add(self._queue.popleft())
             some |= transfer is not None
         return some
 
@@ -84,6 +91,7 @@ class Backup:
             del self._busy[extent]
         if kept:
             if transfer.more and transfer.extent is not None and not transfer.lost.any():
+                self._follow[transfer.extent] = transfer.more
                 self._queue.append(transfer.extent)
             self._queue.extend(transfer.again)
 
@@ -91,10 +99,12 @@ class Backup:
         """Nothing of what waits is of use any more."""
         self._queue.clear()
         self._later.clear()
+        self._follow.clear()
 
     def _transfer(self, extent: Extent, most: int) -> Transfer | None:
         """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks."""
         self._waits = False
+        rest = self._follow.pop(extent, None)
         if not extent.alive or extent.stale or extent.holds:
             return None
         known = self.source.path_to(extent)
@@ -111,10 +121,12 @@ class Backup:
             return None
         scope = scope_of(extent)
         if isinstance(self._target, Content):
-            transfer = self._to_disk(scope, known, most, self._target)
+            transfer = self._to_disk(known, most, rest, self._target)
         else:
-            transfer = self._to_level(scope, known, most, self._target)
+            transfer = self._to_level(scope, known, most, rest, self._target)
         if transfer is None:
+            if self._waits and rest is not None:
+                self._follow[extent] = rest
             return None
         transfer.extent = extent
         try:
@@ -132,7 +144,7 @@ class Backup:
             node = node.parent
         return transfer
 
-    def _to_level(self, scope: Scope, known: Known, most: int, target: Level) -> Transfer | None:
+    def _to_level(self, scope: Scope, known: Known, most: int, rest: int | None, target: Level) -> Transfer | None:
         tokens = _tokens(known)
         have = target.look(scope, tokens)
         blocks = known.pages.shape[1]
@@ -144,6 +156,7 @@ class Backup:
             if have.path:
                 target.touch(have.path[-1][0])
             return None
+        lacking = lacking[:rest]
         kept = target.pin(have, first)
         ordinals = lacking[:most]
         needed = missing[:, ordinals].sum(axis=1).tolist()
@@ -170,21 +183,22 @@ class Backup:
         )
         transfer = self._started(known, ordinals, missing, target, pages)
         transfer.target, transfer.arrival = target, arrival
-        transfer.more = len(ordinals) < len(lacking)
+        transfer.more = len(lacking) - len(ordinals)
         return transfer
 
-    def _to_disk(self, scope: Scope, known: Known, most: int, content: Content) -> Transfer | None:
-        keys = content.keys(scope, known.path)
+    def _to_disk(self, known: Known, most: int, rest: int | None, content: Content) -> Transfer | None:
+        keys = content.keys(known.path)
         masks = np.array(content.disk.masks(keys), np.int64)
         groups = np.arange(len(known.pages))[:, None]
         missing: Cells = (known.pages[:, : len(keys)] != NO_PAGE) & (masks >> groups & 1 == 0)
         lacking = np.flatnonzero(missing.any(axis=0))
         if not len(lacking):
             return None
+        lacking = lacking[:rest]
         # The deepest first: what is written last is evicted last, and no block is of use without those before it.
         ordinals = lacking[:most]
         transfer = self._started(known, ordinals, missing, None, None, content.disk, keys)
-        transfer.more = len(ordinals) < len(lacking)
+        transfer.more = len(lacking) - len(ordinals)
         return transfer
 
     def _started(

@@ -37,10 +37,12 @@ class Content:
         #: What every block has a part of, as bits.
         self._every = sum(1 << group for group in dense)
 
-    def keys(self, scope: Scope, path: Sequence[tuple[Extent, int]]) -> list[bytes]:
+    def keys(self, path: Sequence[tuple[Extent, int]]) -> list[bytes]:
         """Of all whole blocks matched on ``path``, which begins at the root."""
-        block = self._block
-        return [key for extent, matched in path for key in keys_of(extent, self._digest)[: matched // block]]
+        found: list[bytes] = []
+        for extent, matched in path:
+            found += keys_of(extent, self._digest)[: matched // self._block]
+        return found
 
     def look(
         self, scope: Scope, tokens: IntArray, path: Sequence[tuple[Extent, int]], *, within: bool
@@ -50,7 +52,7 @@ class Content:
         path: what a tier in memory has of ``tokens``. within: is of interest what the disk has of that?
         """
         block = self._block
-        keys = self.keys(scope, path)
+        keys = self.keys(path)
         masks = self.disk.masks(keys) if within else [self._every] * len(keys)
         while len(masks) < len(tokens) // block:
             begin = len(keys)

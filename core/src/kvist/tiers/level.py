@@ -43,11 +43,12 @@ class Pin:
     """What a copy keeps of one tier until it is finished.
 
     extent: held, with everything above it. pages: per group; leased where the group is sparse, otherwise new ones that
-    nobody else has.
+    nobody else has. read: per group, pages of dense groups in what is held that the copy reads.
     """
 
     extent: Extent | None
     pages: list[IntArray]
+    read: list[IntArray] = attrs.Factory(list)
 
 
 @attrs.define(eq=False)
@@ -80,6 +81,7 @@ class Level:
         self.tree = tree
         self._keeper = Keeper(tree, None)
         self.ledger = ledger
+        self._keeper = Keeper(tree, None)
         self.block = ledger.layout.block_tokens
         self.groups = range(len(ledger.sparse))
         self.dense: Cells = ~np.array(ledger.sparse, np.bool_)
@@ -119,20 +121,30 @@ class Level:
                     extent = self.tree.split_at(node, blocks - first)
                     self.tree.hold(extent)
                     break
-        pages = []
+        nothing: IntArray = np.empty(0, np.int32)
+        pages, read = [], []
         for group in self.groups:
-            kept: IntArray = np.empty(0, np.int32)
-            if cells is not None and self.ledger.sparse[group]:
-                kept = known.pages[group, : cells.shape[1]][cells[group]]
-                if len(kept):
-                    self.ledger.lease(group, kept)
-            pages.append(kept)
-        return self._noted(Pin(extent, pages))
+            kept = nothing if cells is None else known.pages[group, : cells.shape[1]][cells[group]]
+            if self.ledger.sparse[group] and len(kept):
+                self.ledger.lease(group, kept)
+            pages.append(kept if self.ledger.sparse[group] else nothing)
+            read.append(nothing if self.ledger.sparse[group] else kept)
+        return self._noted(Pin(extent, pages, read))
+
+    def held(self) -> Iterator[Extent]:
+        """Extents that copies hold."""
+        return (pin.extent for pin in self.pins.values() if pin.extent is not None)
+
+    def touched(self) -> Iterator[tuple[int, IntArray]]:
+        """Groups and pages that copies in progress read or write, and which must stay where they are."""
+        for pin in self.pins.values():
+            yield from enumerate(pin.pages)
+            yield from enumerate(pin.read)
 
     def allocate(self, pin: Pin, pages: list[IntArray]) -> Pin:
         """``pin`` with new pages too, per group, which the caller has taken from the ledger."""
         del self.pins[id(pin)]
-        return self._noted(Pin(pin.extent, [np.concatenate(each) for each in zip(pin.pages, pages)]))
+        return self._noted(Pin(pin.extent, [np.concatenate(each) for each in zip(pin.pages, pages)], pin.read))
 
     def unpin(self, pin: Pin, *, used: bool) -> None:
         """Give back a pin: its pages and its hold. ``used``: does that count as a use? Mutates."""
@@ -168,7 +180,8 @@ class Level:
         """
         tree, block = self.tree, self.block
         ordinals, pages, first = arrival.ordinals, arrival.pages, arrival.first
-        end = max(first, int(ordinals[-1]) + 1)
+        there = ordinals[((pages != NO_PAGE) & ~arrival.lost).any(axis=0)]
+        end = max(first, int(there[-1]) + 1) if len(there) else first
         gaps = ordinals[(arrival.lost & self.dense[:, None]).any(axis=0)]
         if len(gaps):
             end = max(first, min(end, int(gaps[0])))
@@ -200,7 +213,7 @@ class Level:
     def _file(self, arrival: Arrival, tip: Extent, kept: list[int]) -> None:
         """Publish the arrived pages of sparse groups where the path to ``tip`` has none; ``kept`` counts them."""
         ordinals = arrival.ordinals
-        for first, view in above(tip, self.block, int(ordinals[0]), int(ordinals[-1]) + 1):
+        for extent, first, view in above(tip, self.block, int(ordinals[0]), int(ordinals[-1]) + 1):
             inside = np.flatnonzero((ordinals >= first) & (ordinals < first + view.shape[1]))
             for group in self.groups:
                 if self.dense[group]:
@@ -210,6 +223,8 @@ class Level:
                 fill = (pages != NO_PAGE) & ~arrival.lost[group, inside] & (row[at] == NO_PAGE)
                 if fill.any():
                     row[at[fill]] = pages[fill]
+                    if self.tree.watcher is not None:
+                        self.tree.watcher.filed(extent, group, at[fill] + first - extent.start // self.block)
                     self.ledger.publish(group, pages[fill])
                     kept[group] += int(np.count_nonzero(fill))
 
@@ -258,14 +273,14 @@ class Level:
                 self.ledger.unpublish(group, present(row))
 
 
-def above(tip: Extent, block: int, low: int, high: int) -> Iterator[tuple[int, IntArray]]:
-    """Blocks ``low .. high - 1`` on the path to ``tip``: first block of each piece, and a writable view of its pages
-    ``[groups, n]``. Deepest piece first."""
+def above(tip: Extent, block: int, low: int, high: int) -> Iterator[tuple[Extent, int, IntArray]]:
+    """Blocks ``low .. high - 1`` on the path to ``tip``: extent and first block of each piece, and a writable view of
+    its pages ``[groups, n]``. Deepest piece first."""
     node: Extent | None = tip
     while node is not None and node.parent is not None and low < high:
         first = node.start // block
         begin, end = max(low, first), min(high, first + node.block_count)
         if begin < end:
-            yield begin, node.pages[:, begin - first : end - first]
+            yield node, begin, node.pages[:, begin - first : end - first]
         high = min(high, first)
         node = node.parent

@@ -15,7 +15,7 @@ from kvist.memory.mover import Tier
 from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.sequence import FromBelow, Sequence
-from kvist.stats import TierCleared, TierGroupStats, TierStats
+from kvist.stats import Tally, TierCleared, TierGroupStats, TierStats
 from kvist.step import IntArray
 from kvist.tiers.backup import Backup
 from kvist.tiers.config import Tiers
@@ -60,7 +60,8 @@ class LowerTiers:
         above = self.device
         if tiers.host_layout is not None:
             host_tree = PrefixTree(layout.block_tokens, len(layout.groups))
-            self.host = Level(Tier.HOST, host_tree, Ledger(tiers.host_layout))
+            # Floors are promises to those who compute.
+            self.host = Level(Tier.HOST, host_tree, Ledger(attrs.evolve(tiers.host_layout, floors=())))
             self._backups.append(Backup(self._flights, above, self.host, tiers.minimum_blocks, owner.pages_in_use))
             above = self.host
         if self._content is not None:
@@ -72,22 +73,17 @@ class LowerTiers:
         self._down = {tier: [0 for _ in layout.groups] for tier in names}
         self._up = {tier: [0 for _ in layout.groups] for tier in names}
         self._failed = dict.fromkeys(names, 0)
-        self._reused = dict.fromkeys(names, 0)
-        self._resumed = dict.fromkeys(names, 0)
 
     @property
     def copying(self) -> int:
         """Batches that the copier has, or that have finished and wait for :meth:`poll`."""
         return len(self._flights.transfers)
 
-    def look(self, sequence: Sequence, limit: int, *, resumed: bool) -> None:
+    def look(self, sequence: Sequence, limit: int) -> None:
         """Note how much more of a sequence that was just claimed the lower tiers have."""
         found = self._find(sequence, limit)
         length = max(sequence.computed, found.length) if found is not None else sequence.computed
-        before = sequence.below
-        sequence.below = FromBelow(length, limit, sequence.computed, resumed)
-        if before is not None:
-            sequence.below.host_tokens, sequence.below.disk_tokens = before.host_tokens, before.disk_tokens
+        sequence.below = FromBelow(length, limit, sequence.computed)
 
     def load(self, sequence: Sequence) -> bool:
         """Begin to bring up what :meth:`look` found. False, and nothing changes, when there is no room for it now or
@@ -127,21 +123,20 @@ class LowerTiers:
         self._backups[0].now(extent)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence does not wait any more; what is on its way for it arrives for everybody."""
-        for transfer in self._flights.transfers.values():
-            if transfer.sequence is sequence:
-                transfer.sequence = None
-        if sequence.below is not None:
-            sequence.below.loading = False
+        """The sequence gives up what was found for it. What is on its way for it arrives for everybody."""
+        below = sequence.below
+        assert below is not None
+        if below.loading:
+            for transfer in self._flights.transfers.values():
+                if transfer.sequence is sequence:
+                    transfer.sequence = None
+        below.length, below.loading = 0, False
 
     def clear(self) -> tuple[TierCleared, ...]:
         """Forget everything in every lower tier; nothing that is on its way arrives."""
         self._flights.generation += 1
         for backup in self._backups:
             backup.forget()
-        for transfer in self._flights.transfers.values():
-            if transfer.sequence is not None:
-                self.leave(transfer.sequence)
         cleared = []
         if self.host is not None:
             layout = self.host.ledger.layout
@@ -155,24 +150,11 @@ class LowerTiers:
             cleared.append(TierCleared(Tier.DISK.value, disk.bytes, disk.left_bytes))
         return tuple(cleared)
 
-    def count_start(self, sequence: Sequence) -> None:
-        """The sequence's first step, or its first one after it was resumed, is completed: what came up counts."""
-        below = sequence.below
-        if below is not None:
-            resumed = sequence.origin == "resumed"
-            counts = self._resumed if resumed else self._reused
-            # It may have been truncated since.
-            left = sequence.claimed if resumed else sequence.reused
-            for tier, tokens in ((Tier.DISK, below.disk_tokens), (Tier.HOST, below.host_tokens)):
-                tokens = min(tokens, left)
-                left -= tokens
-                if tokens:
-                    counts[tier] += tokens
-            below.host_tokens = below.disk_tokens = 0
-
-    def stats(self) -> tuple[TierStats, ...]:
+    def stats(self, tally: Tally) -> tuple[TierStats, ...]:
+        """Every lower tier, the host first. tally: the manager's counters."""
         found = []
         for tier in self._down:
+            place = 0 if tier is Tier.HOST else 1
             groups = []
             layout = self.device.ledger.layout
             if tier is Tier.HOST:
@@ -206,8 +188,8 @@ class LowerTiers:
                     tier.value,
                     capacity_bytes,
                     used_bytes,
-                    self._reused[tier],
-                    self._resumed[tier],
+                    tally.reused_below[place],
+                    tally.resumed_below[place],
                     self._failed[tier],
                     tuple(groups),
                 )
@@ -275,8 +257,9 @@ class LowerTiers:
             return None
         new = []
         for group, pages in enumerate(self.device.take(wanted)):
-            order = np.argsort(np.isin(pages, in_use[group]), kind="stable")
-            chosen, rest = np.split(pages[order], [needed[group]])
+            if in_use[group]:
+                pages = pages[np.argsort(np.isin(pages, in_use[group]), kind="stable")]
+            chosen, rest = np.split(pages, [needed[group]])
             if len(rest):
                 self.device.ledger.release(group, rest)
             new.append(chosen)
@@ -324,11 +307,8 @@ class LowerTiers:
         self._owner.take_again(sequence, transfer.limit, transfer)
         assert sequence.below is not None
         now = sequence.below
-        now.resumed = below.resumed
         host, disk = self._attribute(transfer, before, sequence.computed)
-        if sequence.computed > before:
-            now.host_tokens += host
-            now.disk_tokens += disk
+        now.host_tokens, now.disk_tokens = below.host_tokens + host, below.disk_tokens + disk
         if transfer.lost.any():
             # Whoever tries again at once would find what just failed and could not be dropped.
             now.length = sequence.computed
@@ -359,17 +339,16 @@ class LowerTiers:
         """Of the tokens ``before .. length - 1`` that a load made reusable those that came from the host and from the
         disk. A block for which nothing came up counts for the next one for which something did; one that came from both
         counts for the disk."""
-        tokens = {Tier.HOST: 0, Tier.DISK: 0}
-        tiers: dict[int, Tier] = {}
-        for part in sorted(transfer.parts, key=lambda part: part.copy.source is Tier.DISK):
-            arrived = (part.cells & ~transfer.lost[:, part.columns]).any(axis=0)
-            tiers.update(dict.fromkeys(transfer.ordinals[part.columns[arrived]].tolist(), part.copy.source))
-        begin = before
-        for ordinal in sorted(tiers):
-            end = min(length, (ordinal + 1) * self._block)
-            tokens[tiers[ordinal]] += max(0, end - begin)
-            begin = max(begin, end)
-        return tokens[Tier.HOST], tokens[Tier.DISK]
+        from_disk = np.zeros(len(transfer.ordinals), np.bool_)
+        arrived = np.zeros(len(transfer.ordinals), np.bool_)
+        for part in transfer.parts:
+            came = part.columns[(part.cells & ~transfer.lost[:, part.columns]).any(axis=0)]
+            arrived[came] = True
+            from_disk[came] |= part.copy.source is Tier.DISK
+        ends = np.clip((transfer.ordinals[arrived] + 1) * self._block, before, max(before, length))
+        counts = np.diff(ends, prepend=before)
+        disk = int(counts[from_disk[arrived]].sum())
+        return int(counts.sum()) - disk, disk
 
 
 def _count(transfer: Transfer) -> int:
