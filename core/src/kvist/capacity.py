@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import numpy as np
 
+from kvist.defrag import Defragmenter
 from kvist.errors import RequestError, StateError
 from kvist.layout import KEPT_ROLLBACK, Group, Layout
 from kvist.ledger import Ledger
@@ -124,23 +125,28 @@ def _dropped(group: Group, length: int, block: int) -> int:
 
 
 def capacity_of(
-    layout: Layout, tree: PrefixTree, ledger: Ledger, chunk_tokens: int | None, current: Callable[[], bool]
+    layout: Layout,
+    tree: PrefixTree,
+    ledger: Ledger,
+    defragmenter: Defragmenter,
+    chunk_tokens: int | None,
+    current: Callable[[], bool],
 ) -> Capacity:
     """current: is the manager still as it is now? Raises RequestError for chunks below 1."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise RequestError(f"capacity(chunk_tokens={chunk_tokens}) must be at least 1, or None for whole prompts")
-    arena = ledger.arena
     evictable = [[pages] for pages in _evictable(tree, ledger)]
+    shortage = defragmenter.shortage(evictable)
     groups = []
     for group in layout.groups:
         index, everything = group.index, layout.page_capacity(group)
         needed = [everything if other == index else 0 for other in range(len(layout.groups))]
-        available = everything - arena.shortage(needed, evictable)[index]
+        available = everything - shortage(needed)[index]
         cached = sum(map(len, evictable[index]))
         groups.append(GroupCapacity(group.name, group.page_bytes, ledger.free_count(index), cached, available))
 
     def lacking(needed: list[int]) -> bool:
-        return any(arena.shortage(needed, evictable))
+        return any(shortage(needed))
 
     return Capacity(tuple(groups), chunk_tokens, layout, lacking, current)
 

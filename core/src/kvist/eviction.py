@@ -28,14 +28,26 @@ class Gap:
 
 
 @attrs.frozen(eq=False)
+class Moves:
+    """Per group, pages that are in use and the free pages that take their places: ``sources[i]`` goes to
+    ``destinations[i]``."""
+
+    sources: tuple[IntArray, ...]
+    destinations: tuple[IntArray, ...]
+
+
+@attrs.frozen(eq=False)
 class Eviction:
     """What goes: victims in the order in which they must go, then gaps. looked_at: leaves that the tree has set aside
-    meanwhile. spare: one of them that stays as it is."""
+    meanwhile. spare: one of them that stays as it is. freed: the pages that become free, per group (for one dense group
+    nobody asks). moves: pages that change their places after that."""
 
     victims: Sequence[Victim] = ()
     gaps: Sequence[Gap] = ()
     looked_at: Sequence[Extent] = ()
     spare: Extent | None = None
+    freed: Sequence[Sequence[IntArray]] = ()
+    moves: Moves | None = None
 
 
 #: What goes when enough is free.
@@ -45,12 +57,17 @@ NOTHING = Eviction()
 _AHEAD_PART, _AHEAD_MOST = 1024, 64
 
 
-def choose(keeper: Keeper, ledger: Ledger, needed: Sequence[int]) -> tuple[Eviction, list[int]]:
+def choose(
+    keeper: Keeper, ledger: Ledger, needed: Sequence[int], movable: Sequence[int] | None = None
+) -> tuple[Eviction, list[int]]:
     """Idle leaves in the keeper's order, cut from their ends, until ``needed[group]`` pages would be free in every
     group, and a few more for the steps to come where there are any.
 
     When leaves are not enough, cached pages of sparse groups inside extents that are held go too: a hit gets shorter,
     and a request that runs alone can go on.
+
+    movable: slabs per group that may be emptied by moving pages, which the caller then does. ``None``: a slab changes
+    its group only when eviction empties it.
 
     Returns the eviction, and the pages each group would still lack. When anything is lacking nothing should be evicted:
     it is then all there is.
@@ -61,11 +78,12 @@ def choose(keeper: Keeper, ledger: Ledger, needed: Sequence[int]) -> tuple[Evict
     ahead = min(layout.page_capacity(layout.groups[0]) // _AHEAD_PART, _AHEAD_MOST)
     if alone:
         return _choose_alone(keeper, needed[0] - arena.free_count[0], ahead)
-    if not any(arena.shortage(needed)):
+    freed: list[list[IntArray]] = [[] for _ in groups]
+    shortage = _Shortage(ledger, freed, movable)
+    if not any(shortage(needed)):
         return NOTHING, [0 for _ in groups]
     wanted = [count if group.exact else count + ahead for count, group in zip(needed, layout.groups)]
-    short = arena.shortage(wanted)
-    freed: list[list[IntArray]] = [[] for _ in groups]
+    short = shortage(wanted)
     queue = keeper.queue()
     while any(short):
         extent = queue.pop()
@@ -73,21 +91,20 @@ def choose(keeper: Keeper, ledger: Ledger, needed: Sequence[int]) -> tuple[Evict
             break
         pages = extent.pages
         blocks = pages.shape[1]
-        count = _blocks_for(pages != NO_PAGE, short, arena.fungible)
+        count = shortage.blocks_for(pages != NO_PAGE, wanted, short)
         for group in groups:
             freed[group].append(present(pages[group, blocks - count :]))
-        short = arena.shortage(wanted, freed)
+        short = shortage(wanted)
         queue.cut(extent, blocks - count)
     gaps: list[Gap] = []
     if any(short):
         # Not all of what lies ahead could be had: what is lacking without it?
-        short = arena.shortage(needed, freed)
+        short = shortage(needed)
         if any(short) and any(ledger.sparse):
-            gaps = _choose_gaps(
-                keeper.tree, ledger, needed, {id(extent): keep for extent, keep in queue.victims}, freed
-            )
-            short = arena.shortage(needed, freed)
-    return Eviction(queue.victims, gaps, *queue.looked_at()), short
+            keeps = {id(extent): keep for extent, keep in queue.victims}
+            gaps = _choose_gaps(keeper.tree, ledger, needed, keeps, shortage)
+            short = shortage(needed)
+    return Eviction(queue.victims, gaps, *queue.looked_at(), freed), short
 
 
 def _choose_alone(keeper: Keeper, lacking: int, ahead: int) -> tuple[Eviction, list[int]]:
@@ -105,6 +122,40 @@ def _choose_alone(keeper: Keeper, lacking: int, ahead: int) -> tuple[Eviction, l
         left -= count
         queue.cut(extent, blocks - count)
     return Eviction(queue.victims, (), *queue.looked_at()), [max(0, left - ahead)]
+
+
+class _Shortage:
+    """What would be lacking once ``freed`` is given back; ``movable`` as in :func:`choose`."""
+
+    def __init__(self, ledger: Ledger, freed: list[list[IntArray]], movable: Sequence[int] | None) -> None:
+        self._arena = ledger.arena
+        self.freed = freed
+        self._movable = movable
+
+    def __call__(self, needed: Sequence[int]) -> list[int]:
+        if self._movable is None:
+            return self._arena.shortage(needed, self.freed)
+        return self._arena.shortage_on_paper(needed, [sum(map(len, each)) for each in self.freed], self._movable)
+
+    def blocks_for(self, there: npt.NDArray[np.bool_], wanted: Sequence[int], short: Sequence[int]) -> int:
+        """Trailing blocks of an extent to evict: as few as needed, or all. ``there`` as in :func:`_blocks_for`.
+
+        Where pages may move, any page that goes can help any group, so the right number is searched for. Where they may
+        not, looking at every length would cost more than evicting a little too much.
+        """
+        if self._movable is None:
+            return _blocks_for(there, short, self._arena.fungible)
+        counts = np.cumsum(there[:, ::-1], axis=1)
+        before = [sum(map(len, each)) for each in self.freed]
+        low, high = 1, int(there.shape[1])
+        while low < high:
+            middle = (low + high) // 2
+            more = counts[:, middle - 1].tolist()
+            if any(self._arena.shortage_on_paper(wanted, [a + b for a, b in zip(before, more)], self._movable)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 def evict(keeper: Keeper, ledger: Ledger, eviction: Eviction) -> list[int]:
@@ -139,11 +190,11 @@ def _choose_gaps(
     ledger: Ledger,
     needed: Sequence[int],
     keeps: Mapping[int, int],
-    freed: list[list[IntArray]],
+    shortage: _Shortage,
 ) -> list[Gap]:
     """Cached pages of sparse groups, of the least recently used extents first, until nothing is lacking.
 
-    keeps: blocks that stay of the extents cut before. freed: per group, what is freed already; extended.
+    keeps: blocks that stay of the extents cut before. shortage: with what is freed already; extended.
     """
     gaps = []
     for extent in sorted(tree.extents(), key=lambda each: each.last_used):
@@ -155,8 +206,8 @@ def _choose_gaps(
             idle = np.flatnonzero((row != NO_PAGE) & (ledger.leases[group].take(row, mode="wrap") == 0))
             if len(idle):
                 gaps.append(Gap(extent, group, idle))
-                freed[group].append(row[idle])
-        if not any(ledger.arena.shortage(needed, freed)):
+                shortage.freed[group].append(row[idle])
+        if not any(shortage(needed)):
             break
     return gaps
 

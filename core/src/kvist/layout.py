@@ -7,20 +7,16 @@ slab, so ``page id * page_bytes`` is a byte offset into the arena for every grou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 import attrs
 
 from kvist.errors import CapacityError, SpecError
+from kvist.slabs import align, choose_slab
 from kvist.spec import CacheSpec, Layer, Retention, Stream, ceil_div
 
-#: Pages start at multiples of this many bytes: a cache line, and a multiple of every element size.
-PAGE_ALIGNMENT = 64
-#: A slab of a multi-group arena aims at this part of the arena, within the bounds below.
-_SLABS_PER_ARENA = 128
-_SLAB_BYTES_MAX = 32 << 20
 #: Sequences keep what they would need after taking back this many tokens: the same prompt sent again reuses all but its
 #: last token.
 KEPT_ROLLBACK = 1
@@ -88,6 +84,16 @@ class Group:
         """For messages and tables, e.g. ``target/Window(tokens=512, sinks=0)``."""
         return f"{self.domain}/{self.retention!r}"
 
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of a page that hold nothing, so that pages divide a slab."""
+        return self.page_bytes - self.content_bytes
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a page that holds nothing."""
+        return self.padding_bytes / self.page_bytes
+
 
 @attrs.frozen
 class Layout:
@@ -97,6 +103,7 @@ class Layout:
     slab_count: slabs in the arena.
     tag: the backend's page layout tag.
     drafts: specs of further domains, e.g. a draft model's, that compute the same tokens in the same steps.
+    floors: pages of each group that no other group can take; empty for none. Made by :meth:`with_floors`.
     """
 
     spec: CacheSpec
@@ -105,6 +112,7 @@ class Layout:
     slab_count: int
     tag: str
     drafts: tuple[CacheSpec, ...] = ()
+    floors: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -130,8 +138,8 @@ class Layout:
         if len({each.block_tokens for each in specs}) > 1:
             raise SpecError(f"domains differ in block_tokens: {[each.block_tokens for each in specs]}")
         contents = [(each.domain, *content) for each in specs for content in _contents(each, arrangement)]
-        sizes = [_align(size) for *_, size in contents]
-        slab_bytes, page_bytes = _choose_slab(sizes, memory_bytes)
+        sizes = [align(size) for *_, size in contents]
+        slab_bytes, page_bytes = choose_slab(sizes, memory_bytes)
         groups = tuple(
             Group(
                 index,
@@ -160,7 +168,20 @@ class Layout:
     @property
     def padding_fraction(self) -> float:
         """Share of a slab lost to padding, for the worst group."""
-        return max(1 - group.content_bytes / group.page_bytes for group in self.groups)
+        return max(group.padding_fraction for group in self.groups)
+
+    @cached_property
+    def floor_slabs(self) -> tuple[int, ...]:
+        """Slabs that hold each group's floor."""
+        return tuple(
+            ceil_div(pages, self.slab_bytes // group.page_bytes)
+            for group, pages in zip(self.groups, self.floors or (0,) * len(self.groups))
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that are no group's floor: whoever needs them takes them."""
+        return (self.slab_count - 1 - sum(self.floor_slabs)) * self.slab_bytes
 
     @cached_property
     def has_rings(self) -> bool:
@@ -184,9 +205,55 @@ class Layout:
         return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))
 
     def page_capacity(self, group: Group) -> int:
-        """Pages ``group`` could hold if it had the whole arena. Slab 0, which holds every group's reserved page 0,
-        is not counted."""
-        return (self.slab_count - 1) * (self.slab_bytes // group.page_bytes)
+        """Pages ``group`` could hold if it had the whole arena but the floors of others. Slab 0, which holds every
+        group's reserved page 0, is not counted."""
+        others = sum(self.floor_slabs) - self.floor_slabs[group.index]
+        return (self.slab_count - 1 - others) * (self.slab_bytes // group.page_bytes)
+
+    def floors_for(self, batch: Iterable[tuple[int, int]]) -> dict[str, int]:
+        """Floors, by group, that let ``batch`` run at any time: pairs of a length in tokens and how many sequences of
+        that length run at once. What the sequences share is counted for each of them, and so is the page that a
+        sequence which resumes inside a block, or from a state, starts from.
+        """
+        pairs = list(batch)
+        return {
+            group.name: sum(count * (self._most_pages(group, length) + 1) for length, count in pairs)
+            for group in self.groups
+        }
+
+    def with_floors(self, floors: Mapping[str, int]) -> Layout:
+        """The same layout with pages that no other group can take, by the group's name; rounded up to whole slabs when
+        the arena is made. Groups that are not named have no floor.
+
+        A floor is a promise to the group, not to a request: the group's other sequences can use it too.
+
+        Raises SpecError for unknown names and negative numbers, CapacityError when the floors do not fit, or when a
+        group without a floor could not get a single page.
+        """
+        names = [group.name for group in self.groups]
+        for name, pages in floors.items():
+            if name not in names:
+                raise SpecError(f"a floor for {name!r}, which is no group", hint=f"the groups are {', '.join(names)}")
+            if pages < 0:
+                raise SpecError(f"a floor of {pages} pages for group {name}", hint="a floor is zero or more pages")
+        made = attrs.evolve(self, floors=tuple(floors.get(name, 0) for name in names))
+        available = self.slab_count - 1
+        wanted = sum(made.floor_slabs)
+        if wanted > available:
+            parts = ", ".join(f"{pages} pages of group {name}" for name, pages in floors.items() if pages)
+            raise CapacityError(
+                f"the floors do not fit: they need {wanted * self.slab_bytes} bytes ({parts}) and the cache has "
+                f"{available * self.slab_bytes}",
+                hint="lower the floors or give the cache more memory",
+            )
+        without = [name for name, slabs in zip(names, made.floor_slabs) if not slabs]
+        if wanted + len(without) > available:
+            raise CapacityError(
+                f"the floors leave {available - wanted} of {available} slabs, and no page is sure for "
+                f"{', '.join(without)}",
+                hint="lower the floors, or give the cache more memory",
+            )
+        return made
 
     def part(self, layer_id: int, stream_name: str, domain: str | None = None) -> tuple[Group, Part]:
         """Where a layer's stream lies; ``domain`` is the first spec's by default. Raises SpecError when the domain has
@@ -199,18 +266,20 @@ class Layout:
         known = sorted({part.stream.name for _, part in parts if part.layer_id == layer_id})
         raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
 
-    def fits(self, length: int) -> bool:
-        """Could a sequence of ``length`` tokens run if it had the whole arena?"""
-        return self._slabs_for(length) < self.slab_count
+    def fits(self, length: int, spare_pages: int = 0) -> bool:
+        """Could a sequence of ``length`` tokens run, token by token, if it had the whole arena, with so many pages more
+        in each group?"""
+        return self._slabs_for(length, spare_pages) < self.slab_count
 
     def require_fit(self, length: int) -> None:
         """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
         if not self.fits(length):
             pages = {group.name: self._most_pages(group, length) for group in self.groups}
+            reserved = ", floors included" if any(self.floors) else ""
             raise CapacityError(
                 f"{length} tokens never fit: they need {self._slabs_for(length) * self.slab_bytes} bytes ("
                 + ", ".join(f"{count} pages of group {name}" for name, count in pages.items())
-                + f") and the cache has {(self.slab_count - 1) * self.slab_bytes}",
+                + f"{reserved}) and the cache has {(self.slab_count - 1) * self.slab_bytes}",
                 hint="shorten the request or give the cache more memory",
             )
 
@@ -235,9 +304,10 @@ class Layout:
                 break
         return most
 
-    def _slabs_for(self, length: int) -> int:
+    def _slabs_for(self, length: int, spare_pages: int = 0) -> int:
         return sum(
-            ceil_div(self._most_pages(group, length), self.slab_bytes // group.page_bytes) for group in self.groups
+            max(floor, ceil_div(self._most_pages(group, length) + spare_pages, self.slab_bytes // group.page_bytes))
+            for group, floor in zip(self.groups, self.floor_slabs)
         )
 
     def _require_room(self, memory_bytes: int) -> None:
@@ -290,44 +360,3 @@ def _is_sparse(retention: Retention, block_tokens: int) -> bool:
     if retention.exact:
         return True
     return not retention.ring and bool(retention.droppable(_FAR, 0, block_tokens))
-
-
-def _align(size: int) -> int:
-    return ceil_div(size, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-
-
-def _choose_slab(sizes: Sequence[int], memory_bytes: int) -> tuple[int, list[int]]:
-    """Slab bytes and padded page bytes that leave the largest part of the memory usable; of equals the smallest slab.
-
-    Lost are the reserved slab, what is left over at the end, and the padding of the worst group.
-    """
-    largest = max(sizes)
-    if len(set(sizes)) == 1:
-        # Every group has the same page: a slab of one page splits the arena without waste.
-        return largest, list(sizes)
-    # Small slabs lose little to the reserved one, slabs of the target size little to padding. Trying all in between
-    # takes a quarter of a second where pages are tiny.
-    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest
-    candidates = {largest * count for first in (1, target) for count in range(first, first + 64)}
-    exact = math.lcm(*sizes)
-    candidates.update(exact * count for count in (1, 2, 3, 4) if exact * count <= _SLAB_BYTES_MAX)
-    best = (-1.0, largest, [_padded(size, largest) for size in sizes])
-    for slab in sorted(candidates):
-        slab_count = memory_bytes // slab
-        if slab_count <= len(sizes):
-            continue
-        pages = [_padded(size, slab) for size in sizes]
-        filled = min(size / page for size, page in zip(sizes, pages, strict=True))
-        usable = (slab_count - 1) * slab * filled / memory_bytes
-        if usable > best[0] + 1e-9:
-            best = (usable, slab, pages)
-    return best[1], best[2]
-
-
-def _padded(size: int, slab_bytes: int) -> int:
-    """The smallest aligned divisor of ``slab_bytes`` that is at least ``size``."""
-    units = slab_bytes // PAGE_ALIGNMENT
-    count = slab_bytes // size
-    while units % count:
-        count -= 1
-    return slab_bytes // count

@@ -14,9 +14,10 @@ from kvist.capacity import Capacity, capacity_of
 from kvist.claim import Claims
 from kvist.commit import Committer
 from kvist.contract import CacheManager
+from kvist.defrag import Defragmenter
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.events import Events, Listener
-from kvist.eviction import NOTHING, Eviction, choose, evict
+from kvist.eviction import NOTHING, Eviction, evict
 from kvist.keeper import Keeper
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
@@ -74,12 +75,13 @@ class PagedCacheManager:
         self._has_states = layout.has_states
         #: Does a step overwrite what the one before has left?
         self._overwrites = layout.has_states or layout.has_rings
-        self._owed = Owed(len(layout.groups))
+        self._owed = Owed(layout)
         self._nothing_needed = [0 for _ in layout.groups]
         self._committer = Committer(
             layout, self._ledger, self._tables, self._claims, self._states, self._owed, self._nothing_needed
         )
         self._sequences: dict[int, Sequence] = {}
+        self._defragmenter = Defragmenter(layout, self._keeper, self._ledger, self._tables, self._owed, self._sequences)
         self._in_flight: dict[int, Plan] = {}
         #: The latest step that was completed, or cancelled after it had begun.
         self._newest_run = 0
@@ -87,7 +89,7 @@ class PagedCacheManager:
         self._events: Events | None = None
         #: Sequences whose states a cancelled step may have overwritten, and that are in older steps still.
         self._spoiled: list[Sequence] = []
-        #: Longest sequence that is known to fit the whole arena.
+        #: Longest sequence that is known to fit the whole arena, with a page per group to start from.
         self._fits_up_to = 0
         self._epoch = 0
         self._step_count = 0
@@ -362,7 +364,9 @@ class PagedCacheManager:
 
     def capacity(self, chunk_tokens: int | None = None) -> Capacity:
         epoch = self._epoch
-        return capacity_of(self.layout, self._tree, self._ledger, chunk_tokens, lambda: self._epoch == epoch)
+        return capacity_of(
+            self.layout, self._tree, self._ledger, self._defragmenter, chunk_tokens, lambda: self._epoch == epoch
+        )
 
     def stats(self) -> ManagerStats:
         self._ledger.note_peaks(self._tree.idle_blocks)
@@ -380,7 +384,7 @@ class PagedCacheManager:
             tally.steps,
             len(self._sequences),
             self._tree.extent_count,
-            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally),
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
         )
 
     def _changed(self) -> None:
@@ -388,10 +392,10 @@ class PagedCacheManager:
 
     def _match(self, prompt: IntArray, scope: Scope, limit: int) -> Match:
         # While a part of a block is copied, source and copy exist: a prompt that fits only just goes without.
-        spare = len(prompt) + self._block
-        if spare > self._fits_up_to and self.layout.fits(spare):
-            self._fits_up_to = spare
-        whole_blocks = spare > self._fits_up_to
+        length = len(prompt)
+        if length > self._fits_up_to and self.layout.fits(length, spare_pages=1):
+            self._fits_up_to = length
+        whole_blocks = length > self._fits_up_to
         if whole_blocks and self._has_states:
             # The same holds for a state and the snapshot that it starts from.
             limit = 0
@@ -428,7 +432,7 @@ class PagedCacheManager:
 
     def _make_room(self, needed: list[int]) -> tuple[Eviction, tuple[Shortage, ...]]:
         """What must be evicted for ``needed`` pages per group, and what would be lacking all the same."""
-        eviction, short = choose(self._keeper, self._ledger, needed)
+        eviction, short = self._defragmenter.make_room(needed)
         if not any(short):
             return eviction, ()
         return eviction, tuple(
@@ -453,6 +457,8 @@ class PagedCacheManager:
     def _evict(self, eviction: Eviction) -> None:
         for group, count in enumerate(evict(self._keeper, self._ledger, eviction)):
             self._tally.evicted[group] += count
+        if eviction.moves is not None:
+            self._defragmenter.carry_out(eviction.moves)
 
     def _flight(self, step: Step) -> Plan:
         plan = self._in_flight.get(step.id)

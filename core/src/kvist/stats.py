@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
 import attrs
@@ -18,7 +19,8 @@ class GroupStats:
     """Pages of one group: ``free + cached + held == capacity`` when it is the only group.
 
     capacity: pages if the group had the whole arena. free: takable at once. cached: published, held by nobody.
-    held: leased now; held_peak: at most so far. evicted: pages evicted so far.
+    held: leased now; held_peak: at most so far. evicted: pages evicted so far. moved: pages copied so far to
+    empty a slab for another group. ``padding_bytes`` of each page hold nothing.
     lost_tokens: prompt tokens that were known and still had to be computed, because this group had no restore point
         behind them. Where several groups lack one, the tokens count for the one that had the least.
     """
@@ -32,6 +34,13 @@ class GroupStats:
     held_peak: int
     evicted: int
     lost_tokens: int
+    moved: int
+    padding_bytes: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of a page that holds nothing."""
+        return self.padding_bytes / self.page_bytes
 
 
 @attrs.frozen
@@ -73,7 +82,7 @@ class ManagerStats:
         return attrs.evolve(_less(self, earlier, _COUNTERS), groups=groups)
 
 
-_GROUP_COUNTERS = ("evicted", "lost_tokens")
+_GROUP_COUNTERS = ("evicted", "lost_tokens", "moved")
 _COUNTERS = (
     "requests",
     "prompt_tokens",
@@ -141,8 +150,10 @@ class Cleared:
     held: tuple[int, ...]
 
 
-def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, tally: Tally) -> tuple[GroupStats, ...]:
-    """Every group now. idle_blocks: of the prefix tree."""
+def group_stats(
+    layout: Layout, ledger: Ledger, idle_blocks: int, tally: Tally, moved: SequenceOf[int]
+) -> tuple[GroupStats, ...]:
+    """Every group now. idle_blocks: of the prefix tree. moved: pages so far, per group."""
     return tuple(
         GroupStats(
             group.name,
@@ -155,6 +166,8 @@ def group_stats(layout: Layout, ledger: Ledger, idle_blocks: int, tally: Tally) 
             max(ledger.held_peak[group.index], ledger.held_count(group.index, idle_blocks)),
             tally.evicted[group.index],
             tally.lost_tokens[group.index],
+            moved[group.index],
+            group.padding_bytes,
         )
         for group in layout.groups
     )

@@ -31,6 +31,18 @@ def repeats(pages: IntArray) -> bool:
     return bool(len(pages)) and int(np.bincount(pages).max()) > 1
 
 
+def overlaps(
+    begin: npt.NDArray[np.int64],
+    end: npt.NDArray[np.int64],
+    other_begin: npt.NDArray[np.int64],
+    other_end: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Per range ``begin .. end - 1``, does it share a number with any of the other ranges? None is empty."""
+    started = np.searchsorted(np.sort(other_begin), end, side="left")
+    over = np.searchsorted(np.sort(other_end), begin, side="right")
+    return started > over
+
+
 # No slots: a frozen class with slots costs twice as much to make, and one is made per step.
 @attrs.frozen(eq=False, slots=False)
 class Step:
@@ -47,7 +59,7 @@ class Step:
         An exact group has the state's page in column 0. A row with drafts reads its state there and writes the state
         after its ``j``-th query token (from 1) to the page in column ``j``; any other row overwrites column 0.
     copies: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy before anything is written. All
-        sources are read before any destination is written.
+        sources of all groups are read before any destination is written: pages of two groups may lie in the same place.
     fresh: per group int32 ``[n]``, pages to fill with zeros before anything is written: states that start cold.
     saves: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy after the step has written:
         snapshots of states.

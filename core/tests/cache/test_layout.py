@@ -132,3 +132,48 @@ def test_a_state_has_one_row_of_each_stream_per_page() -> None:
     layout = Layout.build(CacheSpec((Layer(0, streams),), 128, "test"), 1 << 20)
     assert [part.row_count for part in layout.groups[0].parts] == [1, 1]
     assert layout.groups[0].content_bytes == 3 * 16 * 4 + 8 * 16 * 4
+
+
+def page_of(units: int, retention: object, number: int) -> Layer:
+    """A page of ``64 * units`` bytes in blocks of one token."""
+    return Layer(number, (Stream("rows", RowFormat((64 * units,), "uint8"), retention),))
+
+
+def test_padding_is_reported_by_group() -> None:
+    # 31 and 29 units of 64 bytes in 93 units: three slabs of 31, so the second page gets two units more.
+    spec = CacheSpec((page_of(31, History(), 0), page_of(29, Window(8), 1)), 1, "f")
+    layout = Layout.build(spec, 93 * 64)
+    assert [group.page_bytes for group in layout.groups] == [31 * 64, 31 * 64]
+    assert [group.padding_bytes for group in layout.groups] == [0, 128]
+    assert [group.padding_fraction for group in layout.groups] == [0, 2 / 31]
+    assert layout.padding_fraction == 2 / 31
+    # 3000 bytes end at a multiple of 64, and beside 3008 bytes of padding a page of 4096 is the closest to fit.
+    state = Layer(1, (Stream("state", RowFormat((3000,), "uint8"), State()),))
+    layout = Layout.build(CacheSpec((page_of(64, History(), 0), state), 1, "f"), 1 << 20)
+    for group, content in zip(layout.groups, (4096, 3000)):
+        assert group.content_bytes == content
+        assert group.padding_bytes == group.page_bytes - content < content / 10
+
+
+@pytest.mark.parametrize(
+    ("units", "memory"),
+    [
+        # 64 KiB of rows and a few bytes, beside states of 20 MiB: none divides another.
+        ((1024, 20 * 16384), 4 << 30),
+        ((1025, 20 * 16384), 4 << 30),
+        ((1025, 20 * 16384), 1 << 30),
+        ((1025, 513, 20 * 16384 + 64), 80 << 30),
+        ((1025, 513, 20 * 16384 + 64), 4 << 30),
+        # Primes.
+        ((1009, 499, 20011), 2 << 30),
+        ((1, 3, 5), 64 << 20),
+    ],
+)
+def test_slabs_suit_huge_pages_beside_small_ones(units: tuple[int, ...], memory: int) -> None:
+    retentions = [History(), Window(8), Window(9)]
+    spec = CacheSpec(tuple(page_of(n, r, i) for i, (n, r) in enumerate(zip(units, retentions))), 1, "f")
+    layout = Layout.build(spec, memory)
+    assert layout.padding_fraction < 0.05
+    # The reserved slab, and what the last slab of each group leaves.
+    assert (len(units) + 1) * layout.slab_bytes < 0.09 * memory
+    assert layout.slab_bytes < 8 * max(group.page_bytes for group in layout.groups) + (1 << 20)

@@ -24,6 +24,38 @@ MIXES = {
     "history+ring": (History(), Window(2, ring=3)),
 }
 
+#: Row widths that make the groups' pages unequal, and pages of the largest group that the arena has: few, so that slabs
+#: change hands and pages move all the time.
+UNEQUAL = {
+    "wide history+window": ((History(), Window(6)), (48, 8)),
+    "history+wide window": ((History(), Window(6)), (8, 48)),
+    "history+huge state": ((History(), State()), (8, 200)),
+    "history+window+state": ((History(), Window(6), State()), (8, 24, 120)),
+    "history+sinks+window": ((History(), Window(7, sinks=3), Window(4)), (24, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("mix", UNEQUAL)
+@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_of_unequal_size_move_and_nobody_notices(mix: str, block: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, block, len(mix)])
+    retentions, widths = UNEQUAL[mix]
+    spec = make_spec(block, *retentions, widths=widths, vocab_size=4)
+    layout = make_layout(spec, max(5, int(rng.integers(14, 30)) // block))
+    manager = PagedCacheManager(layout, RestorePolicy(every_blocks=1 if seed else None))
+    manager.shuffle_free_pages(rng)
+    traffic = Traffic(manager, rng)
+    for _ in range(250):
+        traffic.operate()
+        manager.check()
+    while traffic.flights:
+        traffic.finish_oldest()
+    while traffic.pick() is not None:
+        traffic.finish()
+    manager.check()
+    assert all(group.held == 0 for group in manager.stats().groups)
+
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block", [1, 3, 4])

@@ -66,7 +66,7 @@ def test_the_format_digest_by_hand():
         )
 
     history = '{"fields":{},"type":"kvist.spec.History"}'
-    window = '{"fields":{"sinks":2,"tokens":8},"type":"kvist.spec.Window"}'
+    window = '{"fields":{"ring":0,"sinks":2,"tokens":8},"type":"kvist.spec.Window"}'
     k, v, w = stream("k", history), stream("v", history), stream("k", window)
     text = (
         f'{{"block_tokens":4,"byte_order":"{sys.byteorder}","domains":[["target","weights-1"]],"groups":['
@@ -247,6 +247,8 @@ class Anonymous:
     """Answers every question of a retention, and compares by address."""
 
     exact = False
+    ring = 0
+    most_drafts = None
     live = required = lambda self, length, block: ((0, -(-length // block)),) if length else ()
     droppable = lambda self, length, rollback, block: ()  # noqa: E731
 

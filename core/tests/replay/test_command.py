@@ -58,6 +58,7 @@ def test_the_table_and_the_file_say_the_same(replay, config, write_trace, tmp_pa
     assert content["evicted_pages"] == content["groups"][0]["evicted_pages"] > 0
     assert 0 < content["groups"][0]["peak_use"] <= 1
     assert content["groups"][0]["capacity_pages"] == 40
+    assert content["groups"][0]["padding_bytes"] == content["groups"][0]["padding_fraction"] == 0
     for part in (
         f"{content['hit_rate']:.2%}",
         f"{content['evicted_pages']:,}",

@@ -9,7 +9,6 @@ import numpy as np
 from cache_values import Values
 
 from kvist.layout import Part
-from kvist.manager import PagedCacheManager
 from kvist.spec import Window
 
 _JUNK_BYTE = 0xEE
@@ -19,21 +18,18 @@ class ByteValues(Values):
     """Plays the owner of one flat arena. A row of a stream is filled with a value of its own for that layer and
     stream, so that a row read from the wrong place is noticed, and bytes between the parts must never change."""
 
-    def __init__(self, manager: PagedCacheManager) -> None:
-        super().__init__(manager)
+    junk = _JUNK_BYTE
+
+    def allocate(self) -> None:
         arena = np.full(self.layout.arena_bytes, _JUNK_BYTE, np.uint8)
         self.arena = arena
         #: Views ``[page, byte]`` of the one arena.
         self.pages = [arena[: len(arena) // g.page_bytes * g.page_bytes].reshape(-1, g.page_bytes) for g in self.groups]
+        self.whole = self.pages
 
     @property
     def groups(self):
         return self.layout.groups
-
-    def poison(self) -> None:
-        for group, pages in enumerate(self.pages):
-            pages[self.manager.free_pages(group)] = _JUNK_BYTE
-            pages[0] = _JUNK_BYTE
 
     def _write(self, group, table, start: int, values: np.ndarray) -> None:
         block = self.layout.block_tokens

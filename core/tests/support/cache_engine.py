@@ -167,7 +167,7 @@ class Engine:
     def _add_up(self) -> None:
         # Groups with equal pages share them, so only their sum is fixed.
         groups = self.manager.stats().groups
-        if len({group.page_bytes for group in groups}) == 1:
+        if len({group.page_bytes for group in groups}) == 1 and not any(self.manager.layout.floors):
             free = [self.manager.free_pages(group.index) for group in self.manager.layout.groups]
             # Slabs that no group owns are free pages of every group; equal pages make their ids comparable.
             unused = len(np.unique(np.concatenate(free)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvist.layout import Layout
@@ -12,12 +14,17 @@ from kvist.step import NO_PAGE, Step
 JUNK = -1
 
 
-def make_spec(block_tokens: int, *retentions: Retention, width: int = 4, **options: object) -> CacheSpec:
-    """One layer per retention, with a ``k`` and a ``v`` stream each; equal retentions share a group."""
-    row = RowFormat((1, width), "float32")
+def make_spec(
+    block_tokens: int, *retentions: Retention, width: int = 4, widths: Sequence[int] = (), **options: object
+) -> CacheSpec:
+    """One layer per retention, with a ``k`` and a ``v`` stream each; equal retentions share a group.
+
+    widths: elements of a row in each layer, where they differ.
+    """
+    rows = [RowFormat((1, each), "float32") for each in widths or [width] * len(retentions)]
     layers = [
         Layer(number, (Stream("k", row, retention), Stream("v", row, retention)))
-        for number, retention in enumerate(retentions)
+        for number, (row, retention) in enumerate(zip(rows, retentions, strict=True))
     ]
     return CacheSpec(tuple(layers), block_tokens, "test", **options)  # type: ignore[arg-type]
 
@@ -41,20 +48,39 @@ def fold(tokens: np.ndarray, scope: Scope) -> np.ndarray:
 class Values:
     """Plays the owner of the memory: runs copies, writes rows, checks every row a query may read."""
 
+    junk = JUNK
+
     def __init__(self, manager: PagedCacheManager) -> None:
         self.manager = manager
         self.layout = manager.layout
-        block = self.layout.block_tokens
-        self.pages = [
-            np.full((self.layout.arena_bytes // group.page_bytes, block), JUNK, np.int64)
-            for group in self.layout.groups
-        ]
+        self.allocate()
 
-    def poison(self) -> None:
-        """Overwrite every page that nobody holds or can find, and the reserved ones."""
-        for group, pages in enumerate(self.pages):
-            pages[self.manager.free_pages(group)] = JUNK
-            pages[0] = JUNK
+    def allocate(self) -> None:
+        """One memory for all groups, as on a device: a page that two groups use at once cannot go unnoticed."""
+        memory = np.full(self.layout.arena_bytes // 8, JUNK, np.int64)
+        #: Per group, whole pages and the part of them that has one value per row.
+        self.whole = [
+            memory[: len(memory) // (g.page_bytes // 8) * (g.page_bytes // 8)].reshape(-1, g.page_bytes // 8)
+            for g in self.layout.groups
+        ]
+        self.pages = []
+        for group, pages in zip(self.layout.groups, self.whole):
+            rows = 1 if group.exact else group.retention.ring or self.layout.block_tokens
+            assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
+            self.pages.append(pages[:, :rows])
+
+    def poison(self, copies=()) -> None:
+        """Overwrite every page that nobody holds or can find, and the reserved ones. Sources of the step's ``copies``
+        stay: should it be cancelled, it is as if nobody had written to them."""
+        kept = []
+        for group, pairs in enumerate(copies):
+            sources = np.intersect1d(pairs[:, 0], self.manager.free_pages(group))
+            kept.append((sources, self.whole[group][sources]))
+        for group, pages in enumerate(self.whole):
+            pages[self.manager.free_pages(group)] = self.junk
+            pages[0] = self.junk
+        for pages, (sources, content) in zip(self.whole, kept):
+            pages[sources] = content
 
     def run(self, step: Step, sequences: list, tokens: dict, accepted: list[int] | None = None) -> None:
         """Execute a step: ``tokens[id(sequence)]`` are all its tokens, the new ones included.
@@ -63,7 +89,7 @@ class Values:
         """
         # What is free may still be the source of a copy, until something is written to it.
         self._copy(step.copies)
-        self.poison()
+        self.poison(step.copies)
         for group, pages in enumerate(step.fresh):
             self.pages[group][pages] = 0
         for row, sequence in enumerate(sequences):
@@ -89,10 +115,12 @@ class Values:
         self._copy(step.saves)
 
     def _copy(self, copies) -> None:
-        for group, pairs in enumerate(copies):
-            if len(pairs):
-                assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
-                self.pages[group][pairs[:, 1]] = self.pages[group][pairs[:, 0]]
+        for pairs in copies:
+            assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
+        # Every source of every group before any destination.
+        contents = [pages[pairs[:, 0]] for pages, pairs in zip(self.whole, copies)]
+        for pages, pairs, content in zip(self.whole, copies, contents):
+            pages[pairs[:, 1]] = content
 
     def _write(self, group, table, start: int, values: np.ndarray) -> None:
         positions = np.arange(start, len(values))

@@ -22,9 +22,11 @@ class Arena:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.pages_per_slab = [layout.slab_bytes // group.page_bytes for group in layout.groups]
+        # Slabs that a group keeps whatever the others need: they hold the pages its floor promises.
+        self._floor_slabs = layout.floor_slabs
         #: One slab is one page of every group: any free page serves any group, so all groups have the same free pages,
         #: and no slab has an owner.
-        self.fungible = all(count == 1 for count in self.pages_per_slab)
+        self.fungible = all(count == 1 for count in self.pages_per_slab) and not any(self._floor_slabs)
         self._slab_owner = np.full(layout.slab_count, -1, np.int32)
         # Stacks, top at the end: pages and slabs are handed out from the low end. Slab 0 holds every group's page 0,
         # the reserved one, and is never handed out.
@@ -38,6 +40,9 @@ class Arena:
             self._free = [self._free_slabs] * len(layout.groups)
             self.free_count = [len(self._free_slabs)] * len(layout.groups)
             self._free_slabs = np.empty(0, np.int32)
+        elif any(self._floor_slabs):
+            for group, count in enumerate(self._floor_slabs):
+                self._add_slabs(group, count)
 
     def free_pages(self, group: int) -> IntArray:
         """A copy of the group's free page ids, without those of slabs that no group owns."""
@@ -70,8 +75,8 @@ class Arena:
         if not any(short):
             return short
         slabs = len(self._free_slabs)
-        for group, per_slab in enumerate(self.pages_per_slab):
-            surplus = (free[group] - needed[group]) // per_slab
+        for group in range(len(free)):
+            surplus = self._surplus(group, free[group] - needed[group])
             if surplus > 0:
                 slabs += min(surplus, len(self._empty_slabs(group, freed[group] if freed else ())))
         for group, lacking in enumerate(short):
@@ -79,6 +84,50 @@ class Arena:
             slabs -= used
             short[group] = max(0, lacking - used * self.pages_per_slab[group])
         return short
+
+    def shortage_on_paper(self, needed: Sequence[int], freed: Sequence[int], movable: Sequence[int]) -> list[int]:
+        """As :meth:`shortage` if pages could change their places first: slabs then count as far as their group's other
+        slabs have room for what is in them, and not only when they are empty.
+
+        freed: pages given back, per group. movable: slabs per group all of whose pages may move. Changes nothing.
+        """
+        spare = [have + more - want for have, more, want in zip(self.free_count, freed, needed)]
+        slabs = len(self._free_slabs)
+        for group, over in enumerate(spare):
+            if over > 0:
+                slabs += min(self._surplus(group, over), movable[group])
+        short = []
+        for over, per_slab in zip(spare, self.pages_per_slab):
+            used = min(slabs, -(over // per_slab)) if over < 0 else 0
+            slabs -= used
+            short.append(max(0, -over - used * per_slab))
+        return short
+
+    def slabs_lacking(self, needed: Sequence[int], freed: Sequence[int]) -> int:
+        """Slabs that groups must get from others, beside those that nobody owns, once ``freed[group]`` pages are given
+        back."""
+        lacking = (want - have - more for want, have, more in zip(needed, self.free_count, freed))
+        slabs = sum(-(-pages // per_slab) for pages, per_slab in zip(lacking, self.pages_per_slab) if pages > 0)
+        return max(0, slabs - len(self._free_slabs))
+
+    def surplus_slabs(self, group: int, needed: int, freed: int) -> int:
+        """Slabs whose worth of free pages ``group`` can do without, once ``freed`` pages are given back."""
+        return max(0, self._surplus(group, self.free_count[group] + freed - needed))
+
+    def slabs_of(self, group: int) -> IntArray:
+        """Slabs that ``group`` owns, ascending."""
+        return np.flatnonzero(self._slab_owner == group).astype(np.int32)
+
+    def slab_pages(self, group: int, slabs: IntArray) -> IntArray:
+        """Page ids of ``slabs``, in their order."""
+        return self._slab_pages(group, slabs)
+
+    def swap(self, group: int, taken: IntArray, free: IntArray) -> None:
+        """Make ``taken`` pages free and as many ``free`` ones taken instead."""
+        stack = self._free[group][: self.free_count[group]]
+        places = np.isin(stack, free)
+        assert np.count_nonzero(places) == len(free) == len(taken)
+        stack[places] = taken
 
     def gather(self, needed: Sequence[int]) -> None:
         """Move slabs between groups until each has ``needed[group]`` free pages. The caller has made sure with
@@ -151,11 +200,21 @@ class Arena:
             owned = int(np.count_nonzero(self._slab_owner == group)) * self.pages_per_slab[group]
             if owned != self.free_count[group] + self.taken_count[group]:
                 faults.append(f"{name}: owns {owned} pages, not {self.free_count[group]} + {self.taken_count[group]}")
+            if owned < self._floor_slabs[group] * self.pages_per_slab[group]:
+                faults.append(f"{name}: owns {owned} pages, fewer than its floor")
         if self.fungible and self.free_count[0] + sum(self.taken_count) != self.layout.slab_count - 1:
             faults.append(f"{self.free_count[0]} free pages and {self.taken_count} taken are not all there are")
         if (self._slab_owner[self._free_slabs] != -1).any():
             faults.append("a free slab has an owner")
         return faults
+
+    def _surplus(self, group: int, spare_pages: int) -> int:
+        """Whole slabs in ``spare_pages``, as far as the group's floor lets them go; perhaps negative."""
+        slabs = spare_pages // self.pages_per_slab[group]
+        floor = self._floor_slabs[group]
+        if floor:
+            slabs = min(slabs, int(np.count_nonzero(self._slab_owner == group)) - floor)
+        return slabs
 
     def _slab_pages(self, group: int, slabs: IntArray) -> IntArray:
         """Page ids of ``slabs``, in their order."""
@@ -184,8 +243,8 @@ class Arena:
     def _reclaim(self, count: int, needed: Sequence[int]) -> None:
         """Take ``count`` empty slabs back from groups that have more free pages than they need, richest first."""
         surplus = [
-            (free - want) // per_slab
-            for free, want, per_slab in zip(self.free_count, needed, self.pages_per_slab, strict=True)
+            self._surplus(group, free - want)
+            for group, (free, want) in enumerate(zip(self.free_count, needed, strict=True))
         ]
         for group in sorted(range(len(surplus)), key=lambda g: -surplus[g]):
             if surplus[group] <= 0:

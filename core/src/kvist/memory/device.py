@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 
+import numpy as np
 import torch
 
 from kvist.errors import SpecError
 from kvist.layout import Layout
-from kvist.step import IntArray, Step
+from kvist.step import IntArray, Step, overlaps
+
+#: Pages are copied in parts of this many bytes, each through a buffer.
+_COPY_BYTES = 64 << 20
 
 
 class DeviceMemory:
@@ -68,7 +72,7 @@ class DeviceMemory:
         self._copy(step.copies)
         for group_index, fresh in enumerate(step.fresh):
             if len(fresh):
-                self.pages(group_index)[torch.tensor(fresh, dtype=torch.int64, device=self.device)] = 0
+                self.pages(group_index)[self._ids(fresh)] = 0
 
     def save(self, step: Step) -> None:
         """Make the snapshots that the step promises. Call once, after every layer has run; a step without states has
@@ -76,12 +80,33 @@ class DeviceMemory:
         self._copy(step.saves)
 
     def _copy(self, copies: tuple[IntArray, ...]) -> None:
-        for group_index, pairs in enumerate(copies):
-            if len(pairs):
-                pages = self.pages(group_index)
-                # A copy of the array: torch warns about sharing memory that is read-only.
-                ids = torch.tensor(pairs, dtype=torch.int64, device=self.device)
-                pages[ids[:, 1]] = pages[ids[:, 0]]
+        # What one group's page is copied to may be where another group's source lies: such sources are read first.
+        # The others, nearly all, are copied a few at a time, because together they may be a large part of the arena.
+        sizes = [group.page_bytes for group in self.layout.groups]
+        target = np.concatenate([pairs[:, 1].astype(np.int64) * size for pairs, size in zip(copies, sizes)])
+        target_end = np.concatenate([(pairs[:, 1].astype(np.int64) + 1) * size for pairs, size in zip(copies, sizes)])
+        if not len(target):
+            return
+        late, early = [], []
+        for index, (pairs, size) in enumerate(zip(copies, sizes)):
+            if not len(pairs):
+                continue
+            begin = pairs[:, 0].astype(np.int64) * size
+            first = overlaps(begin, begin + size, target, target_end)
+            pages = self.pages(index)
+            if first.any():
+                late.append((pages, self._ids(pairs[first, 1]), pages[self._ids(pairs[first, 0])]))
+            early.append((pages, pairs[~first], max(1, _COPY_BYTES // size)))
+        for pages, pairs, count in early:
+            for at in range(0, len(pairs), count):
+                part = pairs[at : at + count]
+                pages[self._ids(part[:, 1])] = pages[self._ids(part[:, 0])]
+        for pages, places, content in late:
+            pages[places] = content
+
+    def _ids(self, pages: IntArray) -> torch.Tensor:
+        # A copy of the array: torch warns about sharing memory that is read-only.
+        return torch.tensor(pages, dtype=torch.int64, device=self.device)
 
 
 def _host_bytes(count: int) -> torch.Tensor:

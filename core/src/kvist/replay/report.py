@@ -69,12 +69,15 @@ class Report:
                 {
                     "name": group.name,
                     "page_bytes": group.page_bytes,
+                    "padding_bytes": group.padding_bytes,
+                    "padding_fraction": group.padding_fraction,
                     "capacity_pages": group.capacity,
                     "peak_held_pages": group.held_peak,
                     "peak_held_bytes": group.held_peak * group.page_bytes,
                     "peak_use": _use(group),
                     "cached_pages": group.cached,
                     "evicted_pages": group.evicted,
+                    "moved_pages": group.moved,
                 }
                 for group in self.stats.groups
             ],
@@ -91,12 +94,13 @@ class Report:
         for name, value in self._lines():
             summary.add_row(name, Text(value, justify="right"))
         groups = Table(title="groups", title_justify="left")
-        for heading in ("group", "page", "capacity", "peak held", "peak use", "cached at end", "evicted"):
+        for heading in ("group", "page", "padding", "capacity", "peak held", "peak use", "cached at end", "evicted"):
             groups.add_column(heading, justify="left" if heading == "group" else "right", overflow="fold")
         for group in self.stats.groups:
             groups.add_row(
                 Text(group.name),
                 shown_bytes(group.page_bytes),
+                f"{group.padding_fraction:.1%}",
                 f"{group.capacity:,}",
                 f"{group.held_peak:,}",
                 f"{_use(group):.1%}",
