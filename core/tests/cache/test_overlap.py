@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from cache_requests import P, cached, compute, manager_of, tokens
+from cache_values import make_layout, make_spec
 
 from kvist.errors import StateError
-from kvist.manager import Run
+from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 
@@ -224,3 +225,12 @@ def test_the_peak_is_never_below_what_is_held(retention: Window | State) -> None
     compute(manager, sequence, 4)
     (group,) = manager.stats().groups
     assert group.held_peak >= group.held > 0
+
+
+def test_a_floor_of_the_only_group_is_no_ceiling() -> None:
+    layout = make_layout(make_spec(P, Window(5)), 8)
+    manager = PagedCacheManager(layout.with_floors({layout.groups[0].name: 2}))
+    sequences = [manager.open(tokens(range(n, n + P))) for n in range(0, 80, 10)]
+    manager.complete(manager.plan([Run(sequence, P) for sequence in sequences]).commit())
+    manager.check()
+    assert manager.stats().groups[0].held == 8
