@@ -44,10 +44,9 @@ class CacheBase:
         #: Does a step overwrite what the one before has left?
         self.overwrites = self.states or self.rings
         #: Pages in all, if each serves any group; otherwise None.
-        same = (
-            len({group.page_bytes for group in layout.groups}) == 1 and layout.slab_bytes == layout.groups[0].page_bytes
-        )
-        self.pages = layout.page_capacity(layout.groups[0]) if same or len(layout.groups) == 1 else None
+        same = {layout.slab_bytes} == {group.page_bytes for group in layout.groups} or len(layout.groups) == 1
+        apart = len(layout.groups) > 1 and any(layout.floor_slabs)
+        self.pages = layout.page_capacity(layout.groups[0]) if same and not apart else None
         self.memory = Memory(self.manager)
         self.model = ReuseModel(self.block)
         #: Somebody who is told what can be found, and believes it.
@@ -237,16 +236,20 @@ class CacheBase:
         assert list(sequence.chunk_ends) == (ends if self.states else []), f"{sequence.chunk_ends}, not {ends}"
         return ends
 
+    def _scarce(self, length: int) -> bool:
+        """Would a sequence of this length have no room beside a page of each group to copy from?"""
+        return not self.layout.fits(length, spare_pages=1)
+
     def _reusable(self, known: int, prompt: bytes) -> int:
         """Of ``known`` tokens, if every group could resume anywhere."""
-        scarce = not self.layout.fits(len(prompt) + self.block)
+        scarce = self._scarce(len(prompt))
         if scarce and self.states:
             return 0
         length = max(0, min(known, len(prompt) - 1) - self.setup.backoff)
         return length - length % (self.block if scarce else self.layout.reuse_unit)
 
     def _resumable(self, prompt: bytes, scope: int, limit: int) -> int:
-        scarce = not self.layout.fits(len(prompt) + self.block)
+        scarce = self._scarce(len(prompt))
         unit = self.block if scarce else self.layout.reuse_unit
         return self.model.resumable(scope, prompt, limit, unit, windows=self.windows, states=self.states)
 
@@ -262,7 +265,7 @@ class CacheBase:
         must, may = self.model.known(live.scope, live.text[: live.known])
         assert back <= min(may, most), f"took back {back} tokens of at most {min(may, most)}"
         if not self.sparse:
-            scarce = not self.layout.fits(live.known + self.block)
+            scarce = self._scarce(live.known)
             least = max(0, min(must, most) - self.setup.backoff)
             least -= least % (self.block if scarce or self.rings else self.layout.reuse_unit)
             assert back >= least or not live.shares, f"took back {back} tokens of at least {least}"

@@ -266,9 +266,6 @@ class CacheMachine(Stepping):
         while live.computed < live.known and self.layout.fits(live.computed + 1):
             before = manager.stats()
             plan = manager.plan([Run(sequence, 1)])
-            if not plan.fits and self.pages is None:
-                # Slabs of several pages: what it took back from the cache may lie in more of them than it needs.
-                break
             assert plan.fits, f"alone, and no room for token {live.computed} of {live.known}: {plan.shortages}"
             step = plan.commit()
             self._compare_evictions(before, plan.needed)

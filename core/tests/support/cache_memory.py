@@ -128,9 +128,11 @@ class Memory(Values):
     def begin(self, flight: Flight) -> None:
         """What comes before the rows: copies, zeros."""
         self._copy(flight.step.copies)
-        for pages, free, fresh, copies in zip(self.pages, flight.free, flight.step.fresh, flight.step.copies):
+        # All groups lie in one memory: first everything free, then what is to be zero.
+        for pages, free in zip(self.whole, flight.free):
             pages[free] = JUNK
             pages[0] = JUNK
+        for pages, fresh, copies in zip(self.pages, flight.step.fresh, flight.step.copies):
             if len(fresh):
                 assert not np.isin(fresh, copies[:, 1]).any(), "a page is to be both copied to and filled with zeros"
                 pages[fresh] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import attrs
@@ -95,6 +96,7 @@ class Setup:
     max_tokens: int | None
     policy: str
     listened: bool
+    floor: int
     noise: int
 
     @classmethod
@@ -102,18 +104,19 @@ class Setup:
         mix = list(MIXES)[draw(len(MIXES))]
         block = 4 if mix in ("compressed", "ring") else 1 + draw(4)
         kinds = len(MIXES[mix])
-        pages = (2, 6, 12, 30)[draw(4)] * kinds * 4 // block + draw(6)
+        pages = (2, 4, 8, 30)[draw(4)] * kinds * 4 // block + draw(6)
         return cls(
             mix,
             block,
             pages,
-            unequal=bool(draw(2)),
+            unequal=draw(3) > 0,
             every_blocks=(None, None, 1, 2)[draw(4)],
             backoff=(0, 0, 0, 2)[draw(4)],
             vocab=2 + draw(3),
             max_tokens=(None, None, 40)[draw(3)],
             policy=("", "", "used", "rate")[draw(4)],
             listened=not draw(4),
+            floor=(0, 0, 0, 3)[draw(4)],
             noise=draw(1 << 16),
         )
 
@@ -136,6 +139,10 @@ class Setup:
                 break
             except CapacityError:
                 memory += largest
+        if self.floor:
+            with contextlib.suppress(CapacityError):
+                # Where the arena is too small for it, there is none.
+                layout = layout.with_floors({layout.groups[-1].name: self.floor})
         eviction = {"": None, "used": LeastRecentlyUsed(), "rate": ReuseRate(memory=64)}[self.policy]
         manager = PagedCacheManager(layout, RestorePolicy(self.every_blocks), self.backoff, eviction)
         if self.noise % 4:

@@ -26,6 +26,9 @@ class Stepping(CacheBase):
                 or not draw(4)
             ):
                 continue
+            if live.pending and draw(2):
+                # What it took from the cache, and what it is to copy, waits with it: others evict and move meanwhile.
+                continue
             # The engine may not know the last token's id yet: it was sampled on the device.
             left = max(sequence.known - sequence.scheduled, 1)
             if sequence.scheduled >= min(self.setup.max_tokens or MOST_TOKENS, MOST_TOKENS) - 4:
