@@ -552,6 +552,9 @@ class PagedCacheManager:
             if not sequence.started and sequence.origin == "opened":
                 # It has done nothing yet: what counts is what it has now.
                 self._found(sequence, match)
+        elif not sequence.started and sequence.origin == "opened":
+            # Nor has it anything now: the cache was cleared.
+            sequence.reused = 0
         sequence.claimed = sequence.computed
         if sequence.started and suspended:
             sequence.origin, sequence.started = "resumed", False

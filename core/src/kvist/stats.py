@@ -226,7 +226,8 @@ def group_stats(
             ledger.free_count(group.index),
             ledger.cached[group.index] if group.sparse else idle_blocks,
             ledger.held_count(group.index, idle_blocks),
-            ledger.held_peak[group.index],
+            # Of sparse groups the ledger notes it when pages are given up.
+            max(ledger.held_peak[group.index], ledger.held_count(group.index, idle_blocks)),
             tally.evicted[group.index],
             tally.lost_tokens[group.index],
             moved[group.index],

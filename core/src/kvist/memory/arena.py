@@ -22,8 +22,9 @@ class Arena:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.pages_per_slab = [layout.slab_bytes // group.page_bytes for group in layout.groups]
-        # Slabs that a group keeps whatever the others need: they hold the pages its floor promises.
-        self._floor_slabs = layout.floor_slabs
+        # Slabs that a group keeps whatever the others need: they hold the pages its floor promises. A group that is
+        # alone has all of them anyway.
+        self._floor_slabs = layout.floor_slabs if len(layout.groups) > 1 else (0,)
         #: One slab is one page of every group: any free page serves any group, so all groups have the same free pages,
         #: and no slab has an owner.
         self.fungible = all(count == 1 for count in self.pages_per_slab) and not any(self._floor_slabs)

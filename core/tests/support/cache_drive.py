@@ -1,0 +1,74 @@
+"""The cache machine without Hypothesis: seeded traffic, many times as fast.
+
+As a script, for measurements and for faults planted in a copy of the core:
+
+    python cache_drive.py SECONDS [FIRST_SEED]
+
+prints one JSON object: operations, seconds, of the first violation the setup and the text, and which core it was.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import traceback
+
+from cache_machine import OPERATIONS, CacheMachine
+from cache_mixes import Setup
+
+import kvist
+
+#: Operations of one manager, and every how many of them its books are audited.
+LENGTH, AUDIT = 250, 5
+
+
+class Violation(AssertionError):
+    """What went wrong, and how to see it again."""
+
+
+def drive(seed: int, *, length: int = LENGTH, audit: int = AUDIT, machine: type[CacheMachine] = CacheMachine) -> int:
+    """One manager from its beginning to its end. Returns the operations. Raises Violation."""
+    rng = random.Random(seed)
+
+    def draw(below: int) -> int:
+        return int(rng.random() * below)
+
+    setup = Setup.choose(draw)
+    names, weights = list(OPERATIONS), list(OPERATIONS.values())
+    done = "nothing"
+    try:
+        engine = machine(setup)
+        for number, name in enumerate(rng.choices(names, weights, k=length)):
+            done = f"operation {number}, {name}"
+            getattr(engine, name)(draw)
+            if number % audit == audit - 1:
+                engine.check()
+        done = "the end"
+        engine.finish(draw)
+    except Exception as error:
+        text = f"seed {seed}, {setup}, after {done}: {type(error).__name__}: {error}"
+        raise Violation(text) from error
+    return length
+
+
+def main(seconds: float, first_seed: int = 0) -> dict[str, object]:
+    """As many runs as fit into ``seconds``, until the first violation."""
+    begin, operations, seed, failure = time.monotonic(), 0, first_seed, None
+    while time.monotonic() - begin < seconds:
+        try:
+            operations += drive(seed)
+        except Violation as violation:
+            cause = violation.__cause__
+            where = traceback.extract_tb(cause.__traceback__)[-1] if cause is not None else None
+            failure = f"{violation} ({where.name if where else ''})"
+            break
+        seed += 1
+    took = time.monotonic() - begin
+    result = {"operations": operations, "seconds": took, "runs": seed - first_seed, "failure": failure}
+    return {**result, "source": kvist.__file__}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)))

@@ -1,0 +1,150 @@
+"""What the cache machine is tried on: mixes of retentions, unequal pages, two domains, arenas of any tightness."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+
+from kvist.errors import CapacityError
+from kvist.layout import Layout
+from kvist.manager import PagedCacheManager
+from kvist.policies import LeastRecentlyUsed, ReuseRate
+from kvist.restore import RestorePolicy
+from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, State, Stream, Window
+
+#: Gives an integer from 0 to one below its argument: a random generator, or Hypothesis.
+Draw = Callable[[int], int]
+
+
+@attrs.frozen
+class Chunk:
+    """A retention that the core has never seen: the query at ``p`` reads its own chunk of ``tokens`` positions. At the
+    beginning of a chunk nothing at all is required."""
+
+    tokens: int
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def ring(self) -> int:
+        return 0
+
+    @property
+    def most_drafts(self) -> int | None:
+        return None
+
+    def first_read(self, query: int) -> int:
+        return query - query % self.tokens
+
+    def live(self, length: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
+        begin, end = self.first_read(length) // block_tokens, -(-length // block_tokens)
+        return ((begin, end),) if begin < end else ()
+
+    def required(self, length: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
+        return self.live(length, block_tokens)
+
+    def droppable(self, length: int, rollback: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
+        end = self.first_read(max(0, length - rollback)) // block_tokens
+        return ((0, end),) if end else ()
+
+
+@attrs.frozen
+class Kind:
+    """One stream: its retention, tokens per row, whether it belongs to the draft model, and its width in rows of 64
+    bytes per token when pages are to be unequal."""
+
+    retention: Retention
+    tokens_per_row: int = 1
+    draft: bool = False
+    width: int = 1
+
+
+MIXES: dict[str, tuple[Kind, ...]] = {
+    "history": (Kind(History()),),
+    "window": (Kind(Window(5)),),
+    "sinks": (Kind(Window(4, sinks=3)),),
+    "state": (Kind(State(), width=3),),
+    "chunk": (Kind(Chunk(5)),),
+    "ring": (Kind(History(), width=3), Kind(Window(2, ring=3))),
+    "history+window": (Kind(History(), width=2), Kind(Window(6))),
+    "history+state": (Kind(History()), Kind(State(), width=3)),
+    "history+chunk": (Kind(History()), Kind(Chunk(6), width=3)),
+    "history+sinks+window": (Kind(History(), width=3), Kind(Window(7, sinks=3)), Kind(Window(2), width=2)),
+    "history+window+state": (Kind(History()), Kind(Window(4), width=2), Kind(State(), width=3)),
+    "window+state": (Kind(Window(3), width=2), Kind(State())),
+    "compressed": (Kind(History(), 2), Kind(History(), 4), Kind(Window(6), 2, width=3)),
+    "two domains": (Kind(History(), width=3), Kind(History(), draft=True), Kind(Window(3), draft=True)),
+}
+
+
+@attrs.frozen
+class Setup:
+    """Everything a run starts from; prints what is needed to start it again."""
+
+    mix: str
+    block: int
+    pages: int
+    unequal: bool
+    every_blocks: int | None
+    backoff: int
+    vocab: int
+    max_tokens: int | None
+    policy: str
+    listened: bool
+    floor: int
+    noise: int
+
+    @classmethod
+    def choose(cls, draw: Draw) -> Setup:
+        mix = list(MIXES)[draw(len(MIXES))]
+        block = 4 if mix in ("compressed", "ring") else 1 + draw(4)
+        kinds = len(MIXES[mix])
+        pages = (2, 4, 8, 30)[draw(4)] * kinds * 4 // block + draw(6)
+        return cls(
+            mix,
+            block,
+            pages,
+            unequal=draw(3) > 0,
+            every_blocks=(None, None, 1, 2)[draw(4)],
+            backoff=(0, 0, 0, 2)[draw(4)],
+            vocab=2 + draw(3),
+            max_tokens=(None, None, 40)[draw(3)],
+            policy=("", "", "used", "rate")[draw(4)],
+            listened=not draw(4),
+            floor=(0, 0, 0, 3)[draw(4)],
+            noise=draw(1 << 16),
+        )
+
+    def manager(self) -> PagedCacheManager:
+        target, drafts = [], []
+        for number, kind in enumerate(MIXES[self.mix]):
+            width = 16 * (kind.width if self.unequal else 1) * kind.tokens_per_row
+            if kind.retention.exact and not self.unequal:
+                width *= self.block  # A page of one row, as large as the others' pages.
+            stream = Stream("kv", RowFormat((width,), "float32"), kind.retention, kind.tokens_per_row)
+            (drafts if kind.draft else target).append(Layer(number, (stream,)))
+        options = {"max_tokens": self.max_tokens, "vocab_size": self.vocab}
+        spec = CacheSpec(tuple(target), self.block, "machine", **options)  # type: ignore[arg-type]
+        others = [CacheSpec(tuple(drafts), self.block, "machine", domain="draft")] if drafts else []
+        largest = max(group.page_bytes for group in Layout.build(spec, 1 << 20, drafts=others).groups)
+        memory = (self.pages + 1) * (64 * self.block if self.unequal else largest)
+        while True:
+            try:
+                layout = Layout.build(spec, memory, drafts=others)
+                break
+            except CapacityError:
+                memory += largest
+        if self.floor:
+            with contextlib.suppress(CapacityError):
+                # Where the arena is too small for it, there is none.
+                layout = layout.with_floors({layout.groups[-1].name: self.floor})
+        eviction = {"": None, "used": LeastRecentlyUsed(), "rate": ReuseRate(memory=64)}[self.policy]
+        manager = PagedCacheManager(layout, RestorePolicy(self.every_blocks), self.backoff, eviction)
+        if self.noise % 4:
+            manager.shuffle_free_pages(np.random.default_rng(self.noise))
+        return manager
