@@ -42,6 +42,8 @@ ORDER = [
     {"tiers"},
     {"audit"},
     {"contract"},
+    {"books"},
+    {"residents"},
     {"manager"},
     {"scheduling"},
     {"attention"},
