@@ -8,7 +8,10 @@ from cache_traffic import Traffic
 from tier_values import Cache
 
 from kvist.errors import CapacityError
+from kvist.events import DEVICE, apply
+from kvist.keys import format_digest
 from kvist.manager import Run
+from kvist.prefix.named import keys_of
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 
@@ -192,3 +195,30 @@ class TierTraffic(Traffic):
                 continue
             assert sequence.loadable == 0
             self.manager.close(sequence)
+
+
+@pytest.mark.parametrize("mix", ["history", "history+window", "history+window+state"])
+def test_events_tell_what_comes_up(mix: str, tmp_path) -> None:
+    """A set kept from events is the device's index, with loads and failing copies."""
+    rng = np.random.default_rng(len(mix))
+    cache = Cache(
+        *MIXES[mix],
+        device_pages=25 * len(MIXES[mix]),
+        host_pages=60,
+        folder=tmp_path,
+        vocab_size=4,
+        restore=RestorePolicy(2),
+    )
+    traffic = TierTraffic(cache, rng)
+    listener = cache.manager.listen()
+    index: set = set()
+    digest = format_digest(cache.layout)
+    for _ in range(400):
+        traffic.operate()
+        apply(index, listener.take())
+        found = set()
+        for extent in cache.manager._tree.extents():
+            for number, key in enumerate(keys_of(extent, digest)):
+                found |= {(key, group, DEVICE) for group in range(len(MIXES[mix])) if extent.pages[group, number] >= 0}
+        assert index == found
+    assert sum(group.moved_up for tier in cache.manager.stats().tiers for group in tier.groups) > 0
