@@ -31,47 +31,11 @@ from kvist.memory.blockfile import (
     stored_blocks,
     taken_bytes,
 )
+from kvist.memory.diskstats import Cleared, DiskStats
+
+__all__ = ["Cleared", "DiskStats", "DiskStore"]
 
 _log = logging.getLogger(__name__)
-
-
-@attrs.frozen
-class DiskStats:
-    """What the store holds now, and counters since it was opened, which never decrease.
-
-    used_bytes: what own files take from the budget; ``foreign_bytes``, of other formats, comes on top.
-    undeletable_bytes: the part of ``used_bytes`` in files that nobody finds any more and that could not be removed.
-    misses: ``get`` found nothing intact.
-    damaged: entries dropped because their file was missing, unreadable or not intact.
-    evicted: entries that made room; ``foreign_evicted`` of other formats.
-    write_errors: blocks not kept because the file system refused.
-    pages: for each group, entries that have a part of it.
-    """
-
-    entries: int
-    used_bytes: int
-    undeletable_bytes: int
-    budget_bytes: int
-    foreign_entries: int
-    foreign_bytes: int
-    hits: int
-    misses: int
-    stored: int
-    evicted: int
-    foreign_evicted: int
-    damaged: int
-    write_errors: int
-    pages: tuple[int, ...]
-
-
-@attrs.frozen
-class Cleared:
-    """What ``clear`` removed, and what it could not: ``left_*`` are files that stay, though nobody finds them now."""
-
-    entries: int
-    bytes: int
-    left_entries: int
-    left_bytes: int
 
 
 @attrs.frozen
