@@ -96,7 +96,8 @@ class PagedCacheManager(Residents):
                         self._publisher.publish(sequence, ended=False, switch=not decode.in_flight)
                     self._drop(sequence)
         del self._in_flight[step.id]
-        self._newest_run = max(self._newest_run, step.id)
+        if step.id > self._newest_run:
+            self._newest_run = step.id
         self._epoch += 1
         self._tally.steps += 1
         if runs:
@@ -116,7 +117,8 @@ class PagedCacheManager(Residents):
                 self._publisher.publish(sequence, ended=False, switch=not sequence.ahead)
                 if self._sparse:
                     self._drop(sequence)
-        self._end_waiting()
+        if self._closing or self._spoiled:
+            self._end_waiting()
 
     def cancel(self, step: Step, *, ran: bool = True) -> None:
         plan = self._flight(step)

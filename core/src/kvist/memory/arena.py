@@ -28,6 +28,8 @@ class Arena:
         #: One slab is one page of every group: any free page serves any group, so all groups have the same free pages,
         #: and no slab has an owner.
         self.fungible = all(count == 1 for count in self.pages_per_slab) and not any(self._floor_slabs)
+        #: Do several groups take from one stack?
+        self._shared = self.fungible and len(layout.groups) > 1
         self._slab_owner = np.full(layout.slab_count, -1, np.int32)
         # Stacks, top at the end: pages and slabs are handed out from the low end. Slab 0 holds every group's page 0,
         # the reserved one, and is never handed out.
@@ -152,7 +154,10 @@ class Arena:
         """As ``take(group, 1)``, at the cost of one array read."""
         left = self.free_count[group] - 1
         assert left >= 0
-        self._set_free(group, left)
+        if self._shared:
+            self._set_free(group, left)
+        else:
+            self.free_count[group] = left
         self.taken_count[group] += 1
         return self._free[group].item(left)
 
@@ -173,7 +178,7 @@ class Arena:
         self._set_free(group, end)
 
     def _set_free(self, group: int, count: int) -> None:
-        if self.fungible:
+        if self._shared:
             self.free_count = [count] * len(self.free_count)
         else:
             self.free_count[group] = count
