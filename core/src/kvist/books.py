@@ -31,8 +31,6 @@ from kvist.stats import ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray
 from kvist.tiers.lower import LowerTiers
 
-_DEFAULT_SCOPE = Scope()
-
 
 class Books:
     """The parts of a manager, and what all its calls need of them.
@@ -55,7 +53,6 @@ class Books:
         self._group_range = range(len(layout.groups))
         self._sparse = [group for group in layout.groups if group.sparse]
         self._windows = [group for group in self._sparse if not group.exact]
-        self._paged = [group.index for group in layout.groups if not group.exact]
         self._ledger = Ledger(layout)
         self._tree = PrefixTree(self._block, len(layout.groups))
         self._tables = Tables(len(layout.groups))

@@ -90,9 +90,7 @@ class Residents(Books):
             return
         self._epoch += 1
         self._tally.catch_up((sequence,))
-        if self._has_states:
-            self._states.donate(sequence)
-        self._publisher.publish(sequence, ended=True)
+        self._publish_all(sequence)
         if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
             cached = self._ledger.arena.taken_count[0] * self._block
             self._keeper.ended(
@@ -107,9 +105,7 @@ class Residents(Books):
     def suspend(self, sequence: Sequence) -> None:
         self._require_idle(sequence, "suspend()")
         if not sequence.suspended:
-            if self._has_states:
-                self._states.donate(sequence)
-            self._publisher.publish(sequence, ended=True)
+            self._publish_all(sequence)
             tip = sequence.tip
             self._park(sequence)
             if self._lower is not None and tip is not None:
@@ -128,9 +124,7 @@ class Residents(Books):
             raise RequestError(f"truncate() to {length} of {sequence.known} known tokens")
         suspended = sequence.suspended
         if not suspended:
-            if self._has_states:
-                self._states.donate(sequence)
-            self._publisher.publish(sequence, ended=True)
+            self._publish_all(sequence)
             self._park(sequence)
         limit = min(length, sequence.suspended_at)
         sequence.shorten(length)
@@ -203,6 +197,12 @@ class Residents(Books):
         child.origin = "forked"
         self._sequences[child.slot] = child
         return child
+
+    def _publish_all(self, sequence: Sequence) -> None:
+        """Leave all that a sequence has committed to the cache, before it gives its pages up."""
+        if self._has_states:
+            self._states.donate(sequence)
+        self._publisher.publish(sequence, ended=True)
 
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""

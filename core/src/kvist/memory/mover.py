@@ -150,16 +150,9 @@ class CpuMover:
 
     def _load(self, copy: Copy) -> list[int]:
         assert self._disk is not None
-        failed = []
-        for position, key in enumerate(copy.keys):
-            wanted = list(block_pages(copy.target_pages, position))
-            parts = self._disk.get(key)
-            if parts is None or any(parts[group] is None for group, _ in wanted):
-                failed.append(position)
-                continue
-            for group, page in wanted:
-                part = parts[group]
-                assert part is not None
+        failed: list[int] = []
+        for block in fetched(self._disk, copy, failed):
+            for group, page, part in block:
                 self._pages[copy.target][group][page, : len(part)] = np.frombuffer(part, np.uint8)
         return failed
 
@@ -186,3 +179,16 @@ def block_pages(pages: Sequence[IntArray], position: int) -> Iterator[tuple[int,
         page = int(column[position])
         if page != NO_PAGE:
             yield group, page
+
+
+def fetched(disk: DiskStore, copy: Copy, failed: list[int]) -> Iterator[list[tuple[int, int, memoryview]]]:
+    """Read the blocks of a copy from the disk: of each one that is there in all groups ``(group, target page, bytes)``.
+    Positions of the others are appended to ``failed``."""
+    for position, key in enumerate(copy.keys):
+        wanted = list(block_pages(copy.target_pages, position))
+        parts = disk.get(key) or [None] * len(copy.target_pages)
+        block = [(group, page, part) for group, page in wanted if (part := parts[group]) is not None]
+        if len(block) < len(wanted):
+            failed.append(position)
+        else:
+            yield block

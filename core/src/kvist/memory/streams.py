@@ -11,7 +11,7 @@ import torch
 from kvist.errors import TierError
 from kvist.memory.device import DeviceMemory
 from kvist.memory.disk import DiskStore
-from kvist.memory.mover import Copy, CpuMover, Tier, block_pages, page_runs
+from kvist.memory.mover import Copy, CpuMover, Tier, block_pages, fetched, page_runs
 
 
 class StreamMover:
@@ -99,18 +99,12 @@ class StreamMover:
 
     def _load(self, copy: Copy) -> list[int]:
         assert self._disk is not None
-        failed = []
-        for position, key in enumerate(copy.keys):
-            wanted = list(block_pages(copy.target_pages, position))
-            parts = self._disk.get(key)
-            if parts is None or any(parts[group] is None for group, _ in wanted):
-                failed.append(position)
-                continue
+        failed: list[int] = []
+        for block in fetched(self._disk, copy, failed):
             # The stage is free once the block before has left it.
             self._drain()
-            for group, page in wanted:
-                stage, part = self._stage[group], parts[group]
-                assert part is not None
+            for group, page, part in block:
+                stage = self._stage[group]
                 stage.numpy()[:] = np.frombuffer(part, np.uint8)
                 self._pages[Tier.DEVICE][group][page, : len(stage)].copy_(stage, non_blocking=True)
         return failed
