@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -335,6 +335,18 @@ class CacheSpec:
                         f"of tokens_per_row={stream.tokens_per_row}",
                         hint=f"use a multiple of {stream.tokens_per_row}",
                     )
+
+    def only(self, stream_names: Collection[str]) -> CacheSpec:
+        """The same spec with these streams only, for what serves a part of it; layers left without any are dropped.
+
+        Raises SpecError when no layer has any of them.
+        """
+        layers = []
+        for layer in self.layers:
+            streams = [stream for stream in layer.streams if stream.name in stream_names]
+            if streams:
+                layers.append(attrs.evolve(layer, streams=streams))
+        return attrs.evolve(self, layers=layers)
 
 
 @attrs.frozen(cache_hash=True)
