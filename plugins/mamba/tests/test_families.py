@@ -85,8 +85,14 @@ def test_sizes_of_mamba_and_of_short_convolutions():
             {"model_type": "mamba2", "hidden_act": "gelu"},
             "mamba2: hidden_act='gelu' is not served\nhint: the mixers' convolutions are computed with 'silu'",
         ),
-        ({"model_type": "mamba2", "num_heads": 64}, "mamba2: 64 heads of 64 channels are not expand * hidden_size=8192"),
-        ({"model_type": "bamba", "mamba_n_groups": 3}, "bamba: mamba_n_groups=3 does not divide the number of heads=128"),
+        (
+            {"model_type": "mamba2", "num_heads": 64},
+            "mamba2: 64 heads of 64 channels are not expand * hidden_size=8192",
+        ),
+        (
+            {"model_type": "bamba", "mamba_n_groups": 3},
+            "bamba: mamba_n_groups=3 does not divide the number of heads=128",
+        ),
         (
             {"model_type": "nemotron_h", "hybrid_override_pattern": "MX"},
             "nemotron_h: layer 1 is of type 'X', which is not served\n"
@@ -118,7 +124,8 @@ def test_a_state_dtype_that_cannot_be_served_is_named():
     with pytest.raises(SpecError) as error:
         cache_spec({"model_type": "mamba"}, state_dtype="float8_e4m3fn")
     assert str(error.value) == (
-        "mamba: recurrent states in 'float8_e4m3fn' are not served\nhint: state_dtype is one of float32, bfloat16, float64"
+        "mamba: recurrent states in 'float8_e4m3fn' are not served\n"
+        "hint: state_dtype is one of float32, bfloat16, float64"
     )
 
 

@@ -13,8 +13,8 @@ from kvist.layout import PageLayout, RowMajor
 from kvist.spec import CacheSpec
 from kvist.step import NO_PAGE, Step
 from kvist_mamba import reference
-from kvist_mamba.geometry import CONV, RECURRENT, RecurrentLayer, check_inputs, recurrent_layers
-from kvist_mamba.inputs import RecurrentInputs, ShortConvInputs
+from kvist_mamba.geometry import RecurrentLayer, check_inputs, recurrent_layers
+from kvist_mamba.inputs import CONV_STATE, RECURRENT_STATE, RecurrentInputs, ShortConvInputs
 from kvist_mamba.reference.scan import ScanInputs
 
 #: Page 0 of every group is nobody's: a row that names it is padding.
@@ -61,9 +61,9 @@ def state_rows(step: Step, group_index: int) -> list[StateRow]:
 class ReferenceBackend(AttentionBackend):
     """Plain torch, one row of the step after the other, token by token in float32 (float64 for float64 inputs).
 
-    Serves every kind of mixer on any torch device. How a sequence is cut into steps changes nothing where states are
-    stored in the dtype of the computation; what is stored in less is rounded at the end of each step. The values of
-    padding rows are zero.
+    Serves every kind of mixer on any torch device. How a sequence is cut into steps is nothing to the scan as long as
+    states are stored in the dtype of the computation; in a smaller one they are rounded at the end of each step. The
+    values of padding rows are zero.
     """
 
     name = "mamba-reference"
@@ -76,9 +76,8 @@ class ReferenceBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         self._memory = context.memory
-        layout = context.memory.layout
-        self._layers = recurrent_layers(layout.spec, self.name)
-        self._groups = {layer: layout.part(layer, CONV)[0].index for layer in self._layers}
+        self._layers = recurrent_layers(context.spec, self.name)
+        self._groups = {layer: context.memory.layout.part(layer, CONV_STATE)[0].index for layer in self._layers}
         self._step: Step | None = None
         self._rows: dict[int, list[StateRow]] = {}
 
@@ -103,7 +102,7 @@ class ReferenceBackend(AttentionBackend):
         assert isinstance(inputs, ScanInputs) and layer.state is not None
         scan, width = reference.scan_of(inputs, conv, layer.state)
         values = conv.new_zeros(len(conv), width)
-        states = self._view(layer, RECURRENT)
+        states = self._view(layer, RECURRENT_STATE)
         for row in rows:
             values[row.tokens], after = scan(row.tokens, states[row.source].to(conv.dtype), row.after)
             states[list(row.targets)] = after.to(states.dtype)
@@ -115,7 +114,7 @@ class ReferenceBackend(AttentionBackend):
         weight = inputs.conv_weight.to(raw.dtype)
         bias = None if inputs.conv_bias is None else inputs.conv_bias.to(raw.dtype)
         sums = torch.zeros_like(raw)
-        states = self._view(layer, CONV)
+        states = self._view(layer, CONV_STATE)
         for row in rows:
             state = states[row.source].to(raw.dtype)
             sums[row.tokens], history = reference.causal_conv(raw[row.tokens], weight, bias, state)
@@ -123,10 +122,9 @@ class ReferenceBackend(AttentionBackend):
         return sums
 
     def _view(self, layer: RecurrentLayer, stream: str) -> torch.Tensor:
-        if stream == CONV:
-            return self._memory.view(layer.id, stream, (layer.channels, layer.columns), getattr(torch, layer.conv_dtype))
-        assert layer.state is not None
-        return self._memory.view(layer.id, stream, layer.state, getattr(torch, layer.state_dtype))
+        """``[page, *shape of the state]`` in the dtype that it is stored in."""
+        shape, dtype = layer.stored(stream)
+        return self._memory.view(layer.id, stream, shape, getattr(torch, dtype))
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:

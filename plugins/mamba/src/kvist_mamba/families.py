@@ -112,9 +112,7 @@ def _nemotron_h(config: Config) -> Mixer:
 def _zamba2(config: Config) -> Mixer:
     width = expanded(config, "mamba_expand")
     size = parts(config, width, "mamba_expand * hidden_size", "n_mamba_heads")
-    return _heads(
-        config, positive(config, "n_mamba_heads"), size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv"
-    )
+    return _heads(config, positive(config, "n_mamba_heads"), size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv")
 
 
 def _qwen3_next(config: Config) -> Mixer:
@@ -150,16 +148,14 @@ def _listed(field: str, otherwise: Callable[[Config], list[str]]) -> Callable[[C
         types = [_SPELLINGS.get(kind, kind) for kind in config[field]]
         count = positive(config, "num_hidden_layers")
         if len(types) != count:
-            raise SpecError(
-                f"{config['model_type']}: {field} has {len(types)} entries for num_hidden_layers={count}"
-            )
+            raise SpecError(f"{config['model_type']}: {field} has {len(types)} entries for num_hidden_layers={count}")
         return types
 
     return layer_types
 
 
 def _jamba_attends(config: Config, index: int) -> bool:
-    return index % positive(config, "attn_layer_period") == config["attn_layer_offset"]
+    return index % positive(config, "attn_layer_period") == int(config["attn_layer_offset"])
 
 
 def _nemotron_h_types(config: Config) -> list[str]:
@@ -172,9 +168,8 @@ def _nemotron_h_types(config: Config) -> list[str]:
 
 def _zamba2_types(config: Config) -> list[str]:
     """Zamba2-2.7B, which is what a config means that has no list."""
-    apart = (6, 6, 6, 6, 6, 6, 6, 5, 4)
-    hybrids = {sum(apart[: index + 1]) for index in range(len(apart))}
-    return [HYBRID if index in hybrids else RECURRENT for index in range(54)]
+    hybrids = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+    return [HYBRID if index in hybrids else RECURRENT for index in range(positive(config, "num_hidden_layers"))]
 
 
 def _divided_head_size(config: Config) -> int:

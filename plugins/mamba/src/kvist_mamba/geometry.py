@@ -11,12 +11,19 @@ import attrs
 from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec, Layer, Stream
 from kvist.step import Step
-from kvist_mamba.inputs import DeltaNetInputs, Mamba1Inputs, Mamba2Inputs, RecurrentInputs, ShortConvInputs
+from kvist_mamba.inputs import (
+    CONV_STATE,
+    RECURRENT_STATE,
+    STREAMS,
+    DeltaNetInputs,
+    Mamba1Inputs,
+    Mamba2Inputs,
+    RecurrentInputs,
+    ShortConvInputs,
+)
 
 #: Storage dtypes that need no scales.
 PLAIN_FLOATS = ("float64", "float32", "float16", "bfloat16")
-#: Names of the streams of a recurrent layer.
-CONV, RECURRENT = "conv_state", "recurrent_state"
 
 
 @attrs.frozen
@@ -35,6 +42,13 @@ class RecurrentLayer:
     conv_dtype: str
     state_dtype: str
 
+    def stored(self, stream_name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of the state in a stream that the layer has."""
+        if stream_name == CONV_STATE:
+            return (self.channels, self.columns), self.conv_dtype
+        assert self.state is not None
+        return self.state, self.state_dtype
+
     def refuse(self, what: str) -> NoReturn:
         """Raise SpecError about this layer."""
         raise SpecError(f"layer {self.id}: {what}")
@@ -43,32 +57,32 @@ class RecurrentLayer:
 def recurrent_layers(
     spec: CacheSpec, backend: str, dtypes: Collection[str] = PLAIN_FLOATS
 ) -> dict[int, RecurrentLayer]:
-    """The recurrent layers of ``spec`` by their id. Other streams of these and of other layers are not looked at.
+    """The layers of ``spec``, the recurrent part of a model's, by their id.
 
-    Raises SpecError, naming ``backend`` and the value, for one that is not as the module's spec factory makes it.
+    Raises SpecError, naming ``backend`` and the value, for one that is not as this plugin's spec factory makes it.
     """
-    layers = [layer for layer in spec.layers if any(stream.name in (CONV, RECURRENT) for stream in layer.streams)]
-    if not layers:
-        raise SpecError(
-            f"backend {backend!r}: no layer of the spec has a stream {CONV!r}",
-            hint="attention layers are served by another backend",
-        )
-    return {layer.id: _recurrent_layer(layer, backend, dtypes) for layer in layers}
+    return {layer.id: _recurrent_layer(layer, backend, dtypes) for layer in spec.layers}
 
 
 def _recurrent_layer(layer: Layer, backend: str, dtypes: Collection[str]) -> RecurrentLayer:
     where = f"backend {backend!r}: layer {layer.id}"
-    streams = {stream.name: stream for stream in layer.streams if stream.name in (CONV, RECURRENT)}
-    if CONV not in streams:
-        raise SpecError(f"{where} has no stream {CONV!r}")
+    streams = {stream.name: stream for stream in layer.streams}
+    if CONV_STATE not in streams or not set(streams) <= set(STREAMS):
+        raise SpecError(
+            f"{where} has streams {sorted(streams)}, "
+            f"a recurrent layer has {CONV_STATE!r} and perhaps {RECURRENT_STATE!r}",
+            hint="keys and values beside them are served by another backend: give this one spec.only(...)",
+        )
     for stream in streams.values():
         _check_stream(stream, where, dtypes)
-    conv, state = streams[CONV], streams.get(RECURRENT)
+    conv, state = streams[CONV_STATE], streams.get(RECURRENT_STATE)
     if len(conv.row.shape) != 2:
-        raise SpecError(f"{where} stream {CONV!r} has rows of shape {conv.row.shape}, expected (channels, columns)")
+        raise SpecError(
+            f"{where} stream {CONV_STATE!r} has rows of shape {conv.row.shape}, expected (channels, columns)"
+        )
     if state is not None and len(state.row.shape) not in (2, 3):
         raise SpecError(
-            f"{where} stream {RECURRENT!r} has rows of shape {state.row.shape}, expected two or three axes"
+            f"{where} stream {RECURRENT_STATE!r} has rows of shape {state.row.shape}, expected two or three axes"
         )
     if state is not None and state.retention != conv.retention:
         raise SpecError(f"{where} keeps its two states for {conv.retention} and {state.retention}")

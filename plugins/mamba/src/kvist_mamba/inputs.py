@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 FAMILY: Final = "recurrent"
 #: The kinds of mixers: :class:`Mamba1Inputs`, :class:`Mamba2Inputs`, :class:`DeltaNetInputs`, :class:`ShortConvInputs`.
 KINDS: Final = ("mamba1", "mamba2", "delta_net", "short_conv")
+#: The streams of a recurrent layer: ``spec.only(STREAMS)`` is the part of a hybrid's spec that these backends serve.
+CONV_STATE: Final = "conv_state"
+RECURRENT_STATE: Final = "recurrent_state"
+STREAMS: Final = (CONV_STATE, RECURRENT_STATE)
 
 
 @attrs.frozen(eq=False, kw_only=True)

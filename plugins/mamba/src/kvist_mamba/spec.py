@@ -12,6 +12,7 @@ from kvist.errors import SpecError
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Sections, State, Stream
 from kvist_mamba.config import Config, check_activation, check_rotation, digest, element_type, positive
 from kvist_mamba.families import FAMILIES, FULL, HYBRID, NOTHING, RECURRENT, Family, Mixer
+from kvist_mamba.inputs import CONV_STATE, RECURRENT_STATE
 
 #: Element types that a recurrent state can be stored in. float64 is for measuring the others.
 STATE_DTYPES = ("float32", "bfloat16", "float64")
@@ -80,12 +81,12 @@ def _states(mixer: Mixer, model_type: str, dtype: str, state_dtype: str) -> tupl
     if mixer.kernel < 2:
         raise SpecError(f"{model_type}: a convolution of width {mixer.kernel} keeps nothing", hint="it must be wider")
     row = RowFormat((sum(mixer.sections), mixer.kernel - 1), dtype)
-    conv = Stream("conv_state", row, State(), sharding=Sections(mixer.sections))
+    conv = Stream(CONV_STATE, row, State(), sharding=Sections(mixer.sections))
     if mixer.state is None:
         return (conv,)
     count = mixer.state[0]
     sharding = Heads(count) if mixer.heads else Sections((count,))
-    return conv, Stream("recurrent_state", RowFormat(mixer.state, state_dtype), State(), sharding=sharding)
+    return conv, Stream(RECURRENT_STATE, RowFormat(mixer.state, state_dtype), State(), sharding=sharding)
 
 
 def _keys_and_values(config: Config, family: Family, dtype: str) -> tuple[Stream, ...]:

@@ -17,6 +17,7 @@ from kvist.memory.device import DeviceMemory
 from kvist.restore import RestorePolicy
 from kvist_mamba import cache_spec
 from kvist_mamba.backend import ReferenceBackend
+from kvist_mamba.inputs import STREAMS
 
 
 @attrs.define(eq=False)
@@ -55,10 +56,11 @@ class Drive:
         self.mixers = mixers(self.model)
         config = self.model.config.to_dict()
         self.spec = cache_spec(config, block_tokens=block_tokens, dtype=str(dtype).removeprefix("torch."), **spec)
-        layout = Layout.build(self.spec, memory_bytes, backend.page_layout(self.spec))
+        part = self.spec.only(STREAMS)
+        layout = Layout.build(self.spec, memory_bytes, backend.page_layout(part))
         self.manager = PagedCacheManager(layout, **({"restore": restore} if restore else {}))
         self.memory = DeviceMemory(layout)
-        self.backend = backend(BackendContext(self.memory))
+        self.backend = backend(BackendContext(self.memory, part))
         self.group = next(group.index for group in layout.groups if group.exact)
 
     def hidden_of(self, tokens: np.ndarray) -> dict[int, torch.Tensor]:
@@ -80,9 +82,7 @@ class Drive:
         sequence = self.manager.open(tokens[:prompt], **options)
         return Request(sequence, tokens, self.hidden_of(tokens), {layer: {} for layer in self.mixers})
 
-    def step(
-        self, runs: Iterable[tuple[Request, int, int]], accepted: list[int] | None = None
-    ) -> None:
+    def step(self, runs: Iterable[tuple[Request, int, int]], accepted: list[int] | None = None) -> None:
         """One step: (request, new tokens, drafts) each; ``accepted`` query tokens of each stay, all by default.
 
         The query tokens are the request's own next ones.
@@ -94,16 +94,14 @@ class Drive:
             short = run.sequence.computed + run.new_tokens - run.sequence.known
             if short > 0:
                 request = requests[id(run.sequence)]
-                run.sequence.append(request.tokens[run.sequence.known :][:short])
+                run.sequence.extend(request.tokens[run.sequence.known :][:short])
         plan = self.manager.plan(asked)
         assert plan.fits
         step = plan.commit()
         rows = [requests[id(sequence)] for sequence in plan.sequences]
         self.memory.apply(step)
         self.poison()
-        spans = [
-            range(end - count, end) for end, count in zip(step.lengths.tolist(), step.query_lengths.tolist())
-        ]
+        spans = [range(end - count, end) for end, count in zip(step.lengths.tolist(), step.query_lengths.tolist())]
         self.backend.begin(step)
         for layer, mixer in self.mixers.items():
             hidden = torch.cat([row.hidden[layer][list(span)] for row, span in zip(rows, spans)])

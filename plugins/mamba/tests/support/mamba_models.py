@@ -125,7 +125,11 @@ def tiny_model(model_type: str) -> Any:
 
 def mixers(model: Any) -> dict[int, Any]:
     """The recurrent mixers of a model by their layer's number."""
-    return {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and (hasattr(m, "conv1d") or hasattr(m, "conv"))}
+    return {
+        m.layer_idx: m
+        for m in model.modules()
+        if hasattr(m, "layer_idx") and (hasattr(m, "conv1d") or hasattr(m, "conv"))
+    }
 
 
 def prepare(mixer: Any, hidden: torch.Tensor) -> tuple[RecurrentInputs, Callable[[torch.Tensor], torch.Tensor]]:
@@ -198,7 +202,5 @@ def _delta_net(mixer, hidden):
 
 def _short_conv(mixer, hidden):
     before, after, x = mixer.in_proj(hidden).chunk(3, -1)
-    inputs = ShortConvInputs(
-        conv_inputs=before * x, conv_weight=mixer.conv.weight[:, 0], conv_bias=mixer.conv.bias
-    )
+    inputs = ShortConvInputs(conv_inputs=before * x, conv_weight=mixer.conv.weight[:, 0], conv_bias=mixer.conv.bias)
     return inputs, lambda value: mixer.out_proj(after * value)

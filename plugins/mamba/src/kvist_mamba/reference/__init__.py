@@ -1,8 +1,8 @@
 """Plain torch in the clearest form, one sequence at a time: the oracle of every faster kernel.
 
-Tensors of floats are in the dtype to compute in. States have the shapes of the spec's streams, and what is returned never
-shares memory with what was passed. ``after`` are numbers of tokens, ascending, from 1 to ``T``: the functions return the
-state after each of them, stacked on a new axis 0.
+Tensors of floats are in the dtype to compute in. States have the shapes of the spec's streams; nothing is changed in
+place. ``after`` are numbers of tokens, ascending, from 1 to ``T``: the functions return the state after each of them,
+stacked on a new axis 0.
 """
 
 from kvist_mamba.reference.conv import causal_conv, conv_states

@@ -15,7 +15,7 @@ def split_delta_net(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``q | k | v`` of ``[T, 2 Hk dk + Hv dv]`` as ``[T, Hk, dk]``, ``[T, Hk, dk]``, ``[T, Hv, dv]``."""
     keys = (conv.shape[1] - heads * value_size) // 2
-    q, k, v = conv.split([keys, keys, heads * value_size], dim=1)
+    q, k, v = torch.split(conv, [keys, keys, heads * value_size], dim=1)
     return q.unflatten(1, (-1, key_size)), k.unflatten(1, (-1, key_size)), v.unflatten(1, (heads, value_size))
 
 
@@ -28,7 +28,7 @@ def delta_net_scan(
     state: torch.Tensor,
     after: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``S = exp(g) S``, ``S = S + k beta (v - S^T k)``, ``y = S^T q`` for each value head (arXiv 2412.06464, equation 10).
+    """``S = exp(g) S``, ``S = S + k beta (v - S^T k)``, ``y = S^T q`` per value head (arXiv 2412.06464, equation 10).
 
     q, k ``[T, Hk, dk]``, brought to length 1 here; v ``[T, Hv, dv]``; log_decay, beta ``[T, Hv]``; state
     ``[Hv, dk, dv]``. Returns y ``[T, Hv, dv]`` and the states ``[len(after), Hv, dk, dv]``.

@@ -12,7 +12,7 @@ def split_mamba2(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x | B | C`` of ``[T, H P + 2 G N]`` as ``[T, H, P]``, ``[T, G, N]``, ``[T, G, N]``."""
     shared = (conv.shape[1] - heads * size) // 2
-    x, b, c = conv.split([heads * size, shared, shared], dim=1)
+    x, b, c = torch.split(conv, [heads * size, shared, shared], dim=1)
     return x.unflatten(1, (heads, size)), b.unflatten(1, (-1, columns)), c.unflatten(1, (-1, columns))
 
 
@@ -28,8 +28,8 @@ def mamba2_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``S = exp(dt A) S + dt x B``, ``y = S C + d x`` for each head (arXiv 2405.21060, equation 1 with scalar A).
 
-    x ``[T, H, P]``; dt ``[T, H]`` with bias, softplus and limits; b, c ``[T, G, N]``; a, d ``[H]``; state ``[H, P, N]``.
-    Returns y ``[T, H, P]`` and the states ``[len(after), H, P, N]``.
+    x ``[T, H, P]``; dt ``[T, H]`` with bias, softplus and limits; b, c ``[T, G, N]``; a, d ``[H]``; state
+    ``[H, P, N]``. Returns y ``[T, H, P]`` and the states ``[len(after), H, P, N]``.
     """
     b, c = _per_head(b, len(a)), _per_head(c, len(a))
     values, states, wanted = [], [], set(after)

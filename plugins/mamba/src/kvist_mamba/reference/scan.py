@@ -1,4 +1,4 @@
-"""From a layer's inputs to its scan: what is done to all tokens at once before the recurrence goes through each sequence."""
+"""From a layer's inputs to its scan: what is done to all tokens at once, before the recurrence of each sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvist_mamba.reference.delta_net import delta_net_scan, split_delta_net
 from kvist_mamba.reference.mamba1 import mamba1_scan
 from kvist_mamba.reference.mamba2 import mamba2_scan, split_mamba2
 
-#: Tokens of one sequence, their state before, numbers of tokens -> values ``[tokens, width]`` and the states after those.
+#: Tokens of one sequence, the state before, ``after`` -> values ``[tokens, width]`` and states.
 Scan = Callable[[slice, torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 ScanInputs = Mamba1Inputs | Mamba2Inputs | DeltaNetInputs
 
