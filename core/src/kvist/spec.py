@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -32,6 +32,23 @@ ELEMENT_BYTES: Mapping[str, int] = {
 
 #: Half-open ranges ``(begin, end)`` of block ordinals, ascending and disjoint.
 Spans = tuple[tuple[int, int], ...]
+
+
+# `converter=tuple` would say nothing of the elements, and type checkers would refuse every spec.
+def _sizes(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _streams(values: Iterable[Stream]) -> tuple[Stream, ...]:
+    return tuple(values)
+
+
+def _layers(values: Iterable[Layer]) -> tuple[Layer, ...]:
+    return tuple(values)
+
+
+def _media(values: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    return tuple(values)
 
 
 def ceil_div(value: int, unit: int) -> int:
@@ -231,7 +248,7 @@ class ScaleFormat:
 class RowFormat:
     """One row: ``shape`` elements of ``dtype`` (a key of :data:`ELEMENT_BYTES`), plus optional inline scales."""
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_sizes)
     dtype: str
     scale: ScaleFormat | None = None
 
@@ -290,7 +307,7 @@ class Layer:
     """One layer that keeps something. ``id`` is the model's own layer number."""
 
     id: int
-    streams: tuple[Stream, ...] = attrs.field(converter=tuple)
+    streams: tuple[Stream, ...] = attrs.field(converter=_streams)
 
     def __attrs_post_init__(self) -> None:
         names = [stream.name for stream in self.streams]
@@ -312,7 +329,7 @@ class CacheSpec:
     vocab_size: token ids are below this; ``None`` when unknown, then ids are only checked to be >= 0.
     """
 
-    layers: tuple[Layer, ...] = attrs.field(converter=tuple)
+    layers: tuple[Layer, ...] = attrs.field(converter=_layers)
     block_tokens: int
     fingerprint: str
     domain: str = "target"
@@ -348,7 +365,7 @@ class Scope:
 
     adapter: str = ""
     salt: str = ""
-    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=tuple)
+    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=_media)
 
     def digest(self) -> bytes:
         """32 bytes, equal in every process for equal content."""
