@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -32,23 +32,6 @@ ELEMENT_BYTES: Mapping[str, int] = {
 
 #: Half-open ranges ``(begin, end)`` of block ordinals, ascending and disjoint.
 Spans = tuple[tuple[int, int], ...]
-
-
-# `converter=tuple` would say nothing of the elements, and type checkers would refuse every spec.
-def _sizes(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
-def _streams(values: Iterable[Stream]) -> tuple[Stream, ...]:
-    return tuple(values)
-
-
-def _layers(values: Iterable[Layer]) -> tuple[Layer, ...]:
-    return tuple(values)
-
-
-def _media(values: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    return tuple(values)
 
 
 def ceil_div(value: int, unit: int) -> int:
@@ -248,7 +231,7 @@ class ScaleFormat:
 class RowFormat:
     """One row: ``shape`` elements of ``dtype`` (a key of :data:`ELEMENT_BYTES`), plus optional inline scales."""
 
-    shape: tuple[int, ...] = attrs.field(converter=_sizes)
+    shape: tuple[int, ...] = attrs.field(converter=tuple)
     dtype: str
     scale: ScaleFormat | None = None
 
@@ -302,6 +285,10 @@ class Stream:
             raise SpecError(f"stream {self.name!r}: tokens_per_row={self.tokens_per_row} must be at least 1")
 
 
+def _streams(streams: Iterable[Stream]) -> tuple[Stream, ...]:
+    return tuple(streams)
+
+
 @attrs.frozen
 class Layer:
     """One layer that keeps something. ``id`` is the model's own layer number."""
@@ -315,6 +302,10 @@ class Layer:
             raise SpecError(f"layer {self.id} has no streams", hint="leave layers that keep nothing out of the spec")
         if len(set(names)) != len(names):
             raise SpecError(f"layer {self.id} names a stream twice: {names}")
+
+
+def _layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    return tuple(layers)
 
 
 @attrs.frozen
@@ -353,6 +344,14 @@ class CacheSpec:
                         hint=f"use a multiple of {stream.tokens_per_row}",
                     )
 
+    def only(self, stream_names: Collection[str]) -> CacheSpec:
+        """The same spec with these streams only, for what serves a part of it; layers left without any are dropped.
+
+        Raises SpecError when no layer has any of them.
+        """
+        kept = [(layer.id, [each for each in layer.streams if each.name in stream_names]) for layer in self.layers]
+        return attrs.evolve(self, layers=[Layer(id_, streams) for id_, streams in kept if streams])
+
 
 @attrs.frozen(cache_hash=True)
 class Scope:
@@ -365,7 +364,7 @@ class Scope:
 
     adapter: str = ""
     salt: str = ""
-    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=_media)
+    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=tuple)
 
     def digest(self) -> bytes:
         """32 bytes, equal in every process for equal content."""
