@@ -16,7 +16,8 @@ def split_delta_net(
     """``q | k | v`` of ``[T, 2 Hk dk + Hv dv]`` as ``[T, Hk, dk]``, ``[T, Hk, dk]``, ``[T, Hv, dv]``."""
     keys = (conv.shape[1] - heads * value_size) // 2
     q, k, v = torch.split(conv, [keys, keys, heads * value_size], dim=1)
-    return q.unflatten(1, (-1, key_size)), k.unflatten(1, (-1, key_size)), v.unflatten(1, (heads, value_size))
+    count = len(conv)
+    return q.reshape(count, -1, key_size), k.reshape(count, -1, key_size), v.reshape(count, heads, value_size)
 
 
 def delta_net_scan(

@@ -13,7 +13,8 @@ def split_mamba2(
     """``x | B | C`` of ``[T, H P + 2 G N]`` as ``[T, H, P]``, ``[T, G, N]``, ``[T, G, N]``."""
     shared = (conv.shape[1] - heads * size) // 2
     x, b, c = torch.split(conv, [heads * size, shared, shared], dim=1)
-    return x.unflatten(1, (heads, size)), b.unflatten(1, (-1, columns)), c.unflatten(1, (-1, columns))
+    count = len(conv)
+    return x.reshape(count, heads, size), b.reshape(count, -1, columns), c.reshape(count, -1, columns)
 
 
 def mamba2_scan(
