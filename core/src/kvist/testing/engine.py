@@ -8,10 +8,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvist.manager import PagedCacheManager, Plan, Run
+from kvist.manager import Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import History, Retention, Scope, State, Window
 from kvist.step import Step
+from kvist.testing.under_test import ManagerUnderTest
 from kvist.testing.values import Values, tokens
 
 #: Every kind of group, and the combinations in which one can hide the fault of another.
@@ -40,7 +41,7 @@ class Engine:
     """Drives a manager like an engine would. ``texts`` has the tokens each sequence will turn out to have; past the
     known ones the model "generates" ``100_000 + position``."""
 
-    def __init__(self, manager: PagedCacheManager, seed: int = 0, values: type[Values] = Values) -> None:
+    def __init__(self, manager: ManagerUnderTest, seed: int = 0, values: type[Values] = Values) -> None:
         self.manager = manager
         self.values = values(manager)
         self.texts: dict[int, np.ndarray] = {}
