@@ -11,7 +11,7 @@ import numpy as np
 from kvist.manager import Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import History, Retention, Scope, State, Window
-from kvist.step import Step
+from kvist.step import IntArray, Step
 from kvist.testing.under_test import ManagerUnderTest
 from kvist.testing.values import Values, tokens
 
@@ -44,9 +44,14 @@ class Engine:
     def __init__(self, manager: ManagerUnderTest, seed: int = 0, values: type[Values] = Values) -> None:
         self.manager = manager
         self.values = values(manager)
+        self.block = manager.layout.block_tokens
         self.texts: dict[int, np.ndarray] = {}
         self._audits = 0
         manager.shuffle_free_pages(np.random.default_rng(seed))
+
+    def free_pages(self, group: int) -> IntArray:
+        """Ids of the pages of a group that nobody holds or can find."""
+        return self.manager.free_pages(group)
 
     def probe(self, *parts: int | range, scope: Scope = Scope()) -> int:  # noqa: B008
         return self.manager.probe(tokens(*parts), scope)

@@ -92,7 +92,7 @@ class Memory(Values):
             for group in self.layout.groups:
                 spans: Spans = ((0, 1 + (count if draft else 0)),)
                 if not group.exact:
-                    spans = tuple((low // block, -(-high // block)) for low, high in _read_by(group, end - count, end))
+                    spans = tuple((low // block, -(-high // block)) for low, high in read_by(group, end - count, end))
                 for first, last in spans:
                     pages = step.tables[group.index][slot, first:last].copy()
                     flight.tables.append((group.index, slot, first, pages))
@@ -154,7 +154,7 @@ class Memory(Values):
                     continue
                 self._write_rows(group, table, start, written)
                 if kept:
-                    for low, high in _read_by(group, start, start + kept):
+                    for low, high in read_by(group, start, start + kept):
                         self._check(group, table, low, high, truth)
         self._copy(step.saves)
         flight.executed = True
@@ -175,7 +175,7 @@ class Memory(Values):
         assert np.array_equal(found, truth[low:high]), f"{group.name}: wrong rows at positions {low}..{high - 1}"
 
 
-def _read_by(group: Group, start: int, end: int) -> Spans:
+def read_by(group: Group, start: int, end: int) -> Spans:
     """Positions that some query at ``start .. end - 1`` reads."""
     *others, (low, _) = reads(group.retention, start)
     return (*others, (low, end))
