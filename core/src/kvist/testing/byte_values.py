@@ -103,5 +103,6 @@ def _bytes_of(part: Part, value: int) -> Array:
     mixed = int(value)
     if mixed >= 0:
         mixed = (mixed * 1009 + 31 * part.layer_id + crc32(part.stream.name.encode())) & 0x7FFFFFFFFFFFFFFF
-    pattern = np.frombuffer(np.array([mixed], "<i8").tobytes(), np.uint8)
-    return np.resize(pattern, part.stream.row.row_bytes)
+    size = part.stream.row.row_bytes
+    pattern = mixed.to_bytes(8, "little", signed=True) * (size // 8 + 1)
+    return np.frombuffer(pattern, np.uint8, size)

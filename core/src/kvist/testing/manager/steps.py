@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import attrs
 import numpy as np
 import pytest
 
@@ -12,7 +15,7 @@ from kvist.testing.bookkeeping import refused
 from kvist.testing.engine import Engine, Flight
 from kvist.testing.manager.author import ManagerAuthor
 from kvist.testing.memory import read_by
-from kvist.testing.values import Array, tokens
+from kvist.testing.values import Array
 
 
 class StepTests(ManagerAuthor):
@@ -33,11 +36,13 @@ class StepTests(ManagerAuthor):
             engine.close(closed)
             too_long = np.arange(1000 * manager.layout.slab_count * block)
             before, probed = manager.stats(), engine.probe(range(2 * block), 9)
+            if not manager.layout.fits(len(too_long)):
+                # Where every group drops blocks any length fits.
+                refused(CapacityError, lambda: manager.open(too_long))
             for error, call in (
-                (RequestError, lambda: manager.open(tokens())),
+                (RequestError, lambda: manager.open([])),
                 (RequestError, lambda: manager.open([-1])),
                 (RequestError, lambda: manager.open([1.5])),
-                (CapacityError, lambda: manager.open(too_long)),
                 (RequestError, lambda: manager.truncate(sequence, 0)),
                 (RequestError, lambda: manager.truncate(sequence, sequence.known + 1)),
                 (StateError, lambda: manager.plan([Run(sequence, 1), Run(sequence, 1)])),
@@ -70,14 +75,12 @@ class StepTests(ManagerAuthor):
     @pytest.mark.clause("CM-15")
     def test_the_model_s_own_limits(self) -> None:
         for name, layout in self.layouts(20):
-            import attrs
-
             spec = attrs.evolve(layout.spec, max_tokens=6, vocab_size=10)
             manager = self.manager(attrs.evolve(layout, spec=spec))
-            refused(RequestError, lambda manager=manager: manager.open(range(7)))
-            refused(RequestError, lambda manager=manager: manager.open([10]))
+            refused(RequestError, partial(manager.open, range(7)))
+            refused(RequestError, partial(manager.open, [10]))
             sequence = manager.open(range(6))
-            refused(RequestError, lambda manager=manager, sequence=sequence: manager.plan([Run(sequence, 7)]))
+            refused(RequestError, partial(manager.plan, [Run(sequence, 7)]))
             assert manager.plan([Run(sequence, 6)]).fits, f"mix {name!r}: six tokens of at most six do not fit"
 
     @pytest.mark.clause("CM-16")
@@ -194,9 +197,9 @@ class StepTests(ManagerAuthor):
             apart = engine.launch(Run(other, 3))
             before = engine.manager.stats()
             for later in flights[1:]:
-                refused(StateError, lambda later=later: engine.manager.complete(later.step), "not the oldest")
+                refused(StateError, partial(engine.manager.complete, later.step), "not the oldest")
             for earlier in flights[:-1]:
-                refused(StateError, lambda earlier=earlier: engine.manager.cancel(earlier.step), "not the newest")
+                refused(StateError, partial(engine.manager.cancel, earlier.step), "not the newest")
             assert engine.manager.stats() == before
             # Who shares no sequence with the others ends when it likes.
             engine.land(apart)
@@ -277,7 +280,7 @@ class StepTests(ManagerAuthor):
                     kept = 1 + drafts - rejected
                     before = sequence.computed
                     flight = engine.launch(Run(sequence, 1, drafts), accepted={sequence: kept})
-                    refused(StateError, lambda sequence=sequence: engine.manager.plan([Run(sequence, 1)]))
+                    refused(StateError, partial(engine.manager.plan, [Run(sequence, 1)]))
                     engine.land(flight)
                     assert sequence.computed == before + kept
                 engine.learn(sequence, 0)
