@@ -96,7 +96,10 @@ class CacheSpecTests:
             mine = copy.deepcopy(dict(config))
             self._make(mine)
             assert mine == dict(config), f"the factory has changed its config {config!r} to {mine!r}"
-            self._make(MappingProxyType(mine))
+            try:
+                self._make(MappingProxyType(mine))
+            except (TypeError, AttributeError) as error:
+                raise AssertionError(f"the factory cannot do with a config that is read-only: {error}") from error
 
     @pytest.mark.clause("CM-02")
     def test_a_spec_has_the_block_size_that_was_asked_for(self) -> None:

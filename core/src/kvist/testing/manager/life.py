@@ -42,6 +42,26 @@ class LifeTests(ManagerAuthor):
         self.each(scenario, pages=60)
 
     @pytest.mark.clause("CM-23")
+    def test_a_fork_of_a_row_of_a_batch(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block, batch = engine.block, engine.manager.decode_batch()
+            parent = engine.open(range(2 * block + 1))
+            engine.prefill(parent)
+            batch.join(parent)
+            for _ in range(2 * block):
+                engine.run(decode=batch)
+            batch.leave(parent)
+            engine.learn(parent, 0)
+            child = engine.fork(parent)
+            engine.close(parent)
+            engine.turn(range(900, 900 + 6 * block))
+            engine.decode(child, block + 1)
+            engine.close(child)
+            engine.drained()
+
+        self.each(scenario, pages=16)
+
+    @pytest.mark.clause("CM-23")
     def test_a_fork_before_the_first_step(self) -> None:
         def scenario(engine: Engine) -> None:
             block = engine.block
@@ -78,6 +98,23 @@ class LifeTests(ManagerAuthor):
             engine.drained()
 
         self.each(scenario, pages=60)
+
+    @pytest.mark.clause("CM-24")
+    def test_truncation_never_goes_forward(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            prompt = range(3 * block + 1)
+            sequence = engine.open(prompt)
+            engine.run(Run(sequence, block))
+            # Somebody else has computed what it has not.
+            engine.turn(prompt)
+            left = engine.truncate(sequence, 2 * block + 1)
+            assert left <= block, f"{block} tokens were computed, and {left} are after truncation"
+            engine.prefill(sequence)
+            engine.close(sequence)
+            engine.drained()
+
+        self.each(scenario)
 
     @pytest.mark.clause("CM-25")
     def test_a_suspended_sequence_holds_nothing(self) -> None:

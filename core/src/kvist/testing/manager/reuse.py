@@ -44,6 +44,23 @@ class ReuseTests(ManagerAuthor):
 
         self.each(scenario)
 
+    @pytest.mark.clause("CM-07")
+    def test_prompts_that_part_inside_a_block(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            whole = range(3 * block)
+            engine.turn(whole)
+            for cut in range(1, 2 * block + 1):
+                # Before and behind what was there first, in the order of tokens.
+                for other in (1000 + 100 * cut, cut - 1):
+                    engine.turn(range(cut), other, range(2000, 2000 + block))
+            for cut in range(1, 2 * block + 1):
+                engine.turn(range(cut), 1000 + 100 * cut, range(2000, 2000 + block), 3)
+            engine.turn(whole)
+            engine.drained()
+
+        self.each(scenario, pages=200)
+
     @pytest.mark.clause("CM-08")
     def test_the_same_prompt_again(self) -> None:
         def scenario(engine: Engine) -> None:
@@ -53,7 +70,7 @@ class ReuseTests(ManagerAuthor):
                 engine.turn(prompt)
                 again = engine.turn(prompt)
                 least = (length - 1) // block * block
-                if not any(group.sparse for group in layout.groups) and not layout.has_rings:
+                if not layout.has_states and not layout.has_rings:
                     least = length - 1 - (length - 1) % layout.reuse_unit
                 assert least <= again < length, f"{again} of {length} tokens are reused, and {least} could be"
             engine.drained()
@@ -254,16 +271,19 @@ class ReuseTests(ManagerAuthor):
         def scenario(engine: Engine) -> None:
             manager, block = engine.manager, engine.block
             room = group_capacity(engine)
-            engine.turn(range((room - 3) * block))
-            engine.turn(range(5000, 5000 + 3 * block))
+            # A stem with three branches.
+            stem, branches = range((room - 6) * block), [range(1000 * n, 1000 * n + 2 * block) for n in (1, 2, 3)]
+            for branch in branches:
+                engine.turn(stem, branch)
             assert manager.stats().groups[0].evicted == 0, "evicts although there is room"
-            taker = engine.open(range(8000, 8000 + 2 * block))
+            taker = engine.open(range(8000, 8000 + 3 * block))
             engine.prefill(taker)
             evicted = manager.stats().groups[0].evicted
-            assert evicted == 2, f"2 pages were lacking, and {evicted} are evicted"
-            left = engine.probe(range((room - 3) * block), 1) + engine.probe(range(5000, 5000 + 3 * block), 1)
-            assert left == (room - 2) * block, (
-                f"of {room} cached blocks 2 were evicted, and {left // block} can be reused: ends of prefixes go first"
+            assert evicted == 3, f"3 pages were lacking, and {evicted} are evicted"
+            left = [engine.probe(stem, branch, 1) // block - (room - 6) for branch in branches]
+            assert sum(left) == 3 and min(left) >= 0, (
+                f"of a stem with three branches of 2 blocks 3 blocks were evicted, and {left} blocks of the branches can "
+                "be reused: ends of prefixes go first"
             )
             engine.close(taker)
             engine.drained()

@@ -89,7 +89,7 @@ class StepTests(ManagerAuthor):
             manager, block = engine.manager, engine.block
             holders: list[Sequence] = []
             for number in range(100):
-                sequence = engine.open(range(1000 * number, 1000 * number + 2 * block), reuse=False)
+                sequence = engine.open(range(1000 * number, 1000 * number + 2 * block))
                 plan = manager.plan([Run(sequence, 2 * block)])
                 if not plan.fits:
                     break
@@ -123,11 +123,14 @@ class StepTests(ManagerAuthor):
                 engine.land(engine.launch(Run(other, 1)))
 
             engine.learn(other)
+            flying = [engine.launch(Run(engine.open(range(800, 803)), 3))]
+            step_in_flight = flying[0]
             for change in (
                 lambda: engine.open(range(600, 603)),
                 commit_something,
                 lambda: engine.suspend(other),
                 lambda: engine.resume(other),
+                lambda: engine.close(flying.pop().plan.sequences[0]),
                 lambda: engine.close(other),
                 lambda: manager.clear(),
             ):
@@ -135,6 +138,7 @@ class StepTests(ManagerAuthor):
                 change()
                 refused(StateError, plan.commit, "stale")
                 engine.audit()
+            engine.land(step_in_flight)
             engine.prefill(sequence)
             twice = manager.plan([Run(sequence, 1)])
             step = twice.commit()
