@@ -60,7 +60,10 @@ class Engine:
         prompt = tokens(*parts)
         expected = self.manager.probe(prompt, scope) if options.get("reuse", True) else 0
         sequence = self.manager.open(prompt, scope, **options)
-        assert sequence.reused == sequence.computed == expected < len(prompt)
+        assert sequence.reused == sequence.computed == expected < len(prompt), (
+            f"probe() promises {expected} of {len(prompt)} tokens, open() reuses {sequence.reused}, and "
+            f"{sequence.computed} count as computed"
+        )
         self.texts[id(sequence)] = prompt
         self.audit()
         return sequence
@@ -140,18 +143,22 @@ class Engine:
 
     def suspend(self, sequence: Sequence) -> None:
         self.manager.suspend(sequence)
-        assert sequence.suspended and sequence.computed == 0
+        assert sequence.suspended and sequence.computed == 0, "suspended, and tokens count as computed"
         self.audit()
 
     def resume(self, sequence: Sequence) -> int:
         computed = self.manager.resume(sequence)
-        assert computed == sequence.computed and not sequence.suspended
+        assert computed == sequence.computed and not sequence.suspended, (
+            f"resume() returns {computed}, and {sequence.computed} tokens are computed"
+        )
         self.audit()
         return computed
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         computed = self.manager.truncate(sequence, length)
-        assert computed == sequence.computed <= length == sequence.known
+        assert computed == sequence.computed <= length == sequence.known, (
+            f"truncate() to {length} returns {computed}; {sequence.computed} are computed, {sequence.known} known"
+        )
         self.texts[id(sequence)] = self.texts[id(sequence)][:length]
         self.audit()
         return computed
@@ -176,19 +183,22 @@ class Engine:
             free = [self.manager.free_pages(group.index) for group in self.manager.layout.groups]
             # Slabs that no group owns are free pages of every group; equal pages make their ids comparable.
             unused = len(np.unique(np.concatenate(free)))
-            assert unused + sum(group.cached + group.held for group in groups) == groups[0].capacity
+            used = sum(group.cached + group.held for group in groups)
+            assert unused + used == groups[0].capacity, (
+                f"{unused} pages are free and {used} cached or held, of {groups[0].capacity}"
+            )
 
     def drained(self) -> None:
         """Nothing is held any more, and clearing the cache frees every page."""
         assert self.manager.stats().open_sequences == 0
-        assert all(group.held == 0 for group in self.manager.stats().groups)
+        assert all(group.held == 0 for group in self.manager.stats().groups), "pages are held by nobody"
         self._add_up()
         self.manager.clear()
         self.audit()
         self._add_up()
         stats = self.manager.stats()
         assert stats.extents == 0
-        assert all(group.cached == group.held == 0 for group in stats.groups)
+        assert all(group.cached == group.held == 0 for group in stats.groups), "pages are in use after clear()"
 
     def used(self) -> list[tuple[int, int]]:
         """Cached and held pages of each group."""

@@ -8,6 +8,7 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def texts() -> dict[str, tuple[str, str, str]]:
-    """By ``"file: name"``: the file below the core's package, what is replaced, and by what."""
+@cache
+def _listed() -> dict[str, tuple[str, str, str]]:
     found = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text(encoding="utf-8"))
     return {
         f"{Path(file).stem}: {row['name']}": (file, row["old"], row["new"])
@@ -25,16 +26,20 @@ def texts() -> dict[str, tuple[str, str, str]]:
     }
 
 
+def listed(name: str) -> contextlib.AbstractContextManager[None]:
+    """The fault ``"file: name"`` of that list."""
+    return planted(*_listed()[name])
+
+
 @contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """While it lasts, the core has this fault. Raises LookupError when its text is not in one function."""
-    file, old, new = texts()[name]
+def planted(file: str, old: str, new: str) -> Iterator[None]:
+    """While it lasts, the core's file has another text. Raises LookupError when the text is not once in a function."""
     module = importlib.import_module("kvist." + file.removesuffix(".py").replace("/", "."))
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
     if source.count(old) != 1:
-        raise LookupError(f"{name!r}: its text occurs {source.count(old)} times in {file}, not once")
+        raise LookupError(f"the text {old!r} occurs {source.count(old)} times in {file}, not once")
     line = source[: source.index(old)].count("\n") + 1 + (len(old) - len(old.lstrip("\n")))
-    owner, node = _function_at(ast.parse(source), line, name)
+    owner, node = _function_at(ast.parse(source), line)
     # In the changed source the same function is at the same place, however many lines it has.
     changed = _named(ast.parse(source.replace(old, new)), owner, node.name)
     function = _compiled(module, changed, str(module.__file__))
@@ -55,7 +60,7 @@ def planted(name: str) -> Iterator[None]:
             setattr(place, node.name, original)
 
 
-def _function_at(tree: ast.Module, line: int, name: str) -> tuple[str | None, ast.FunctionDef]:
+def _function_at(tree: ast.Module, line: int) -> tuple[str | None, ast.FunctionDef]:
     """The class, if any, and the function or method that has a line."""
     for outer in tree.body:
         for owner, node in (
@@ -63,7 +68,7 @@ def _function_at(tree: ast.Module, line: int, name: str) -> tuple[str | None, as
         ):
             if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
                 return owner, node
-    raise LookupError(f"{name!r}: line {line} is in no function")
+    raise LookupError(f"line {line} is in no function")
 
 
 def _named(tree: ast.Module, owner: str | None, name: str) -> ast.FunctionDef:

@@ -75,7 +75,9 @@ def counts_query_heads(config, *, block_tokens, dtype):
 
 def forgets_a_stream(config, *, block_tokens, dtype):
     spec = sound(config, block_tokens=block_tokens, dtype=dtype)
-    layers = [attrs.evolve(layer, streams=layer.streams[:1] if layer.id == 1 else layer.streams) for layer in spec.layers]
+    layers = [
+        attrs.evolve(layer, streams=layer.streams[:1] if layer.id == 1 else layer.streams) for layer in spec.layers
+    ]
     return attrs.evolve(spec, layers=layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvist.layout import KEPT_ROLLBACK
+from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.manager import Run
 from kvist.spec import Scope
 from kvist.step import NO_PAGE
@@ -207,8 +207,8 @@ class ReuseTests(ManagerAuthor):
             engine.close(sequence)
             engine.drained()
 
-        def gives_up(layout: object) -> bool:
-            return all(map(drops, layout.groups))  # type: ignore[attr-defined]
+        def gives_up(layout: Layout) -> bool:
+            return all(map(drops, layout.groups))
 
         self.each(scenario, pages=8, only=gives_up, unless="no mix consists of groups that drop blocks")
 
@@ -282,14 +282,14 @@ class ReuseTests(ManagerAuthor):
             assert evicted == 3, f"3 pages were lacking, and {evicted} are evicted"
             left = [engine.probe(stem, branch, 1) // block - (room - 6) for branch in branches]
             assert sum(left) == 3 and min(left) >= 0, (
-                f"of a stem with three branches of 2 blocks 3 blocks were evicted, and {left} blocks of the branches can "
+                f"of a stem with three branches of 2 blocks 3 blocks were evicted, and of the branches {left} blocks can "
                 "be reused: ends of prefixes go first"
             )
             engine.close(taker)
             engine.drained()
 
-        def one_dense(layout: object) -> bool:
-            return len(layout.groups) == 1 and not layout.groups[0].sparse  # type: ignore[attr-defined]
+        def one_dense(layout: Layout) -> bool:
+            return len(layout.groups) == 1 and not layout.groups[0].sparse
 
         self.each(scenario, pages=12, only=one_dense, unless="no mix is a single group that keeps everything")
 
