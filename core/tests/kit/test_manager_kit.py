@@ -47,7 +47,7 @@ def test_a_manager_for_one_family_names_what_it_serves() -> None:
 
         def spec(self):
             rows = [Stream(name, RowFormat((2, 8), "bfloat16"), History()) for name in ("k", "v")]
-            return CacheSpec([Layer(0, rows), Layer(3, rows)], 16, "mine", vocab_size=300, max_tokens=500)
+            return CacheSpec([Layer(0, rows), Layer(3, rows)], 8, "mine", vocab_size=300, max_tokens=500)
 
     assert run(Plain) == []
     assert Plain.asked == {()}
@@ -68,7 +68,7 @@ def test_a_fault_lasts_as_long_as_it_is_planted() -> None:
     assert claim.Claims.claim is before
     for old, why in (
         ("no such text", "the text 'no such text' occurs 0 times in claim.py, not once"),
-        ("from kvist.errors import", "line 13 is in no function"),
+        ("from kvist.sequence import Sequence, Sources", "line 12 is in no function"),
     ):
         with pytest.raises(LookupError) as caught, planted("claim.py", old, ""):
             pass

@@ -282,7 +282,7 @@ class ReuseTests(ManagerAuthor):
             assert evicted == 3, f"3 pages were lacking, and {evicted} are evicted"
             left = [engine.probe(stem, branch, 1) // block - (room - 6) for branch in branches]
             assert sum(left) == 3 and min(left) >= 0, (
-                f"of a stem with three branches of 2 blocks 3 blocks were evicted, and of the branches {left} blocks can "
+                f"3 of 6 blocks of the branches of a stem were evicted, and of the three branches {left} blocks can "
                 "be reused: ends of prefixes go first"
             )
             engine.close(taker)

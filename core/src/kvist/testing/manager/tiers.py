@@ -99,23 +99,23 @@ class TierTests(ManagerAuthor):
     @pytest.mark.clause("CM-32")
     @pytest.mark.parametrize("way", ["down", "up"])
     def test_a_block_that_did_not_arrive(self, way: str) -> None:
-        def fail_last_blocks(cache: Cache) -> None:
+        def fail_in_the_middle(cache: Cache) -> None:
             for _ in range(100):
                 cache.poll()
                 if not cache.copier.queued:
                     return
                 for ticket, copy in list(cache.copier.queued.items()):
-                    cache.copier.fail(ticket, copy.block_count - 1)
+                    cache.copier.fail(ticket, copy.block_count // 2)
 
         def scenario(cache: Cache) -> None:
             manager = cache.manager
             cache.cached(range(3 * P))
-            (fail_last_blocks if way == "down" else Cache.flush)(cache)
+            (fail_in_the_middle if way == "down" else Cache.flush)(cache)
             _leave_the_device(cache)
             sequence = manager.open(tokens(range(3 * P), 99))
             if way == "up":
                 manager.load(sequence)
-                fail_last_blocks(cache)
+                fail_in_the_middle(cache)
             elif sequence.loadable > sequence.computed:
                 cache.load(sequence)
             assert not sequence.loading
