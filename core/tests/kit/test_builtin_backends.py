@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvist.attention.cpu import CpuBackend, NativeCpuBackend
+from kvist.attention.cpu import CpuBackend
 from kvist.attention.gather import TorchCpuBackend
-from kvist.attention.native import KernelUnavailableError, load_kernel
 from kvist.attention.reference import ReferenceBackend
 from kvist.builtin import kvist_attention_backends
 from kvist.testing.attention import GQABackendTests

@@ -15,6 +15,7 @@ from kvist.spec import Layer
 from kvist.testing.attention.case import Case, total_tokens
 from kvist.testing.attention.driver import Driver
 from kvist.testing.attention.inputs import over_tensors, token_fields
+from kvist.testing.outcomes import NOT_RUN_HERE, not_run_here
 
 
 class Author:
@@ -66,16 +67,16 @@ class Author:
         """The per-token fields of ``inputs``."""
         return token_fields(inputs, self.constants, token_count)
 
-    def driver(self, case: Case, clause: str, hint: str, *, requests: int = 2, **options: Any) -> Driver:
+    def driver(self, case: Case, *, requests: int = 2, **options: Any) -> Driver:
         """A new cache with room for ``requests`` sequences of the case's length."""
         self._require_interpreter(case)
-        return Driver(self, case, clause, hint, tokens=requests * total_tokens(case.spec), **options)
+        return Driver(self, case, tokens=requests * total_tokens(case.spec), **options)
 
     def _require_interpreter(self, case: Case) -> None:
         if self.triton and case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.fail(
-                "Triton kernels run on a CPU in Triton's interpreter only\n"
-                "hint: put os.environ['TRITON_INTERPRET'] = '1' into the conftest.py, above every import of triton"
+            not_run_here(
+                "Triton kernels run on a CPU in Triton's interpreter only; put os.environ['TRITON_INTERPRET'] = '1' into "
+                "the conftest.py, above every import of triton"
             )
 
     @classmethod
@@ -90,7 +91,8 @@ class Author:
         for case in getattr(cls, "cases", ()):
             for device in cls.devices:
                 here = torch.device(device).type == "cpu" or torch.cuda.is_available()
-                marks = [] if here else [pytest.mark.skip(reason=f"there is no {device!r} device on this machine")]
+                reason = f"{NOT_RUN_HERE}: there is no {device!r} device on this machine"
+                marks = [] if here else [pytest.mark.skip(reason=reason)]
                 name = case.name if len(cls.devices) == 1 else f"{case.name}-{device}"
                 found.append(pytest.param(attrs.evolve(case, device=device), marks=marks, id=name))
         return found

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from kvist.attention.base import BackendContext
-from kvist.layout import Layout
+from kvist.layout import Layout, PageLayout, RowMajor
 from kvist.manager import PagedCacheManager
 from kvist.memory.device import DeviceMemory
 from kvist.plan import Plan, Run
 from kvist.sequence import Sequence
-from kvist.spec import ceil_div
+from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window, ceil_div
 from kvist.step import Step
 from kvist.testing.attention.case import Case
 from kvist.testing.attention.inputs import exact, join, over_tensors, over_tokens, strided
@@ -58,16 +58,15 @@ class Flight:
 class Driver:
     """One cache with one backend.
 
-    clause, hint: for outputs that are wrong. poison: byte that unwritten pages are filled with. watch_*: check after
-    each call what it must leave alone. strided: hand inputs over as views of larger tensors.
+    poison: byte that unwritten pages are filled with. watch_*: check after each call what it must leave alone.
+    strided: hand inputs over as views of larger tensors. foreign: the cache has streams and layers that are another
+    backend's.
     """
 
     def __init__(
         self,
         author: Author,
         case: Case,
-        clause: str,
-        hint: str,
         *,
         tokens: int,
         seed: int = 0,
@@ -76,30 +75,33 @@ class Driver:
         watch_step: bool = False,
         watch_inputs: bool = False,
         strided: bool = False,
+        foreign: bool = False,
     ) -> None:
-        self.author, self.case, self.clause, self.hint = author, case, clause, hint
+        self.author, self.case = author, case
         self.random = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.layers = case.spec.layers
-        self.layout = self._layout(tokens)
+        self.layout = self._layout(tokens, foreign)
         self.memory = DeviceMemory(self.layout, case.device)
         self.poison = poison
         self.memory.bytes.fill_(poison)
         self.manager = PagedCacheManager(self.layout)
         self.manager.shuffle_free_pages(self.random)
-        self.backend = author.backend(BackendContext(self.memory))
+        self.backend = author.backend(BackendContext(self.memory, case.spec))
         self.watch_writes, self.watch_step, self.watch_inputs = watch_writes, watch_step, watch_inputs
         self.strided = strided
         #: By layer id, every output of the last step.
         self.outputs: dict[int, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
 
-    def _layout(self, tokens: int) -> Layout:
+    def _layout(self, tokens: int, foreign: bool) -> Layout:
         """Room for ``tokens`` tokens twice, so that nothing is evicted."""
-        arrangement = self.author.backend.page_layout(self.case.spec)
-        sizes = [group.page_bytes for group in Layout.build(self.case.spec, 1 << 30, arrangement).groups]
-        pages = 2 * ceil_div(tokens, self.case.spec.block_tokens) + 32
-        return Layout.build(self.case.spec, pages * sum(sizes) + len(sizes) * max(sizes), arrangement)
+        spec, arrangement = self.case.spec, self.author.backend.page_layout(self.case.spec)
+        if foreign:
+            spec, arrangement = _with_foreigners(spec), _Shared(arrangement)
+        sizes = [group.page_bytes for group in Layout.build(spec, 1 << 30, arrangement).groups]
+        pages = 2 * ceil_div(tokens, spec.block_tokens) + 32
+        return Layout.build(spec, pages * sum(sizes) + len(sizes) * max(sizes), arrangement)
 
     # Requests.
 
@@ -130,9 +132,7 @@ class Driver:
     def _token_ids(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         return self.random.integers(0, self.case.spec.vocab_size or 1 << 30, count).astype(np.int32)
 
-    def _content(
-        self, total: int, like: Request | None, shared: int
-    ) -> tuple[dict[int, Any], dict[int, torch.Tensor]]:
+    def _content(self, total: int, like: Request | None, shared: int) -> tuple[dict[int, Any], dict[int, torch.Tensor]]:
         if like is not None and shared == total == like.total:
             return like.inputs, like.expected
         inputs, expected = {}, {}
@@ -189,7 +189,7 @@ class Driver:
         copy = StepCopy(self.case, step) if self.watch_step else None
         self.backend.begin(step)
         if writes:
-            writes.check(self.clause, None)
+            writes.check(None)
         if between:
             between()
         for layer in self.layers:
@@ -197,16 +197,16 @@ class Driver:
             before = InputsCopy(self.case, inputs) if self.watch_inputs else None
             output = self.backend.forward(layer.id, inputs)
             if writes:
-                writes.check(self.clause, layer.id)
+                writes.check(layer.id)
             if before:
-                before.check(self.clause, layer.id)
+                before.check(layer.id)
                 # The caller reuses them.
                 over_tokens(inputs, self._names[layer.id], lambda tensor: tensor.fill_(-77))
             if between:
                 between()
             self._compare(layer.id, output, flight, step)
         if copy:
-            copy.check(self.clause)
+            copy.check()
         self.memory.save(step)
 
     def complete(self, flight: Flight) -> None:
@@ -269,9 +269,9 @@ class Driver:
         where = f"layer {layer_id}: the output"
         shape = list(flight.rows[0][0].expected[layer_id].shape[1:]) if flight.rows else list(output.shape[1:])
         if list(output.shape) != [step.token_count, *shape]:
-            raise self._wrong(f"{where} has shape {list(output.shape)}, expected {[step.token_count, *shape]}")
+            raise failure(self.case, f"{where} has shape {list(output.shape)}, expected {[step.token_count, *shape]}")
         if output.dtype != getattr(torch, self.case.dtype):
-            raise self._wrong(f"{where} is {output.dtype}, the inputs are torch.{self.case.dtype}")
+            raise failure(self.case, f"{where} is {output.dtype}, the inputs are torch.{self.case.dtype}")
         self.outputs[layer_id] = output.clone()
         got = exact(output)
         tolerance = self.case.tolerance
@@ -288,11 +288,32 @@ class Driver:
                 token = int(torch.nonzero(bad.reshape(kept, -1).any(1))[0, 0])
                 worst = float(off[token].nan_to_num(float("inf")).max())
                 amount = "is not finite" if worst == float("inf") else f"is off by {worst:.3g}"
-                raise self._wrong(
+                raise failure(
+                    self.case,
                     f"{where} at position {first + token} {amount}, allowed is {tolerance:g}; step {flight.step.id} "
-                    f"computed positions {first}..{first + count - 1} of this sequence, in row {row} of {len(flight.rows)}"
+                    f"computed positions {first}..{first + count - 1} of this sequence, in row {row} of {len(flight.rows)}",
                 )
             start += count
 
-    def _wrong(self, what: str) -> AssertionError:
-        return failure(self.clause, self.case, what, self.hint)
+
+#: What another backend of the same cache keeps, in a group of its own and beside what is tested.
+_FOREIGN = "another-backends-rows"
+
+
+def _with_foreigners(spec: CacheSpec) -> CacheSpec:
+    """``spec`` with a layer that is another backend's in front, and a stream of it in every layer."""
+    others = [Stream(_FOREIGN, RowFormat((3,), "float32"), retention) for retention in (Window(5), History())]
+    layers = [Layer(max(layer.id for layer in spec.layers) + 1, (others[0],))]
+    layers += [Layer(layer.id, (others[1], *layer.streams)) for layer in spec.layers]
+    return attrs.evolve(spec, layers=layers)
+
+
+@attrs.frozen
+class _Shared:
+    """Pages of two backends side by side."""
+
+    own: PageLayout
+    tag: str = "shared"
+
+    def part_bytes(self, stream: Stream, row_count: int) -> int:
+        return (RowMajor() if stream.name == _FOREIGN else self.own).part_bytes(stream, row_count)

@@ -18,7 +18,9 @@ def token_fields(inputs: Any, constants: Collection[str], token_count: int) -> l
     """
     kind = type(inputs).__name__
     if not attrs.has(type(inputs)):
-        raise SpecError(f"inputs are a {kind}, no attrs class", hint="write the family's inputs as an attrs.frozen class")
+        raise SpecError(
+            f"inputs are a {kind}, no attrs class", hint="write the family's inputs as an attrs.frozen class"
+        )
     names = []
     for field in attrs.fields(type(inputs)):
         value = getattr(inputs, field.name)
@@ -40,7 +42,9 @@ def over_tokens(inputs: Any, names: Sequence[str], change: Callable[[torch.Tenso
 
 def over_tensors(inputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``inputs`` with ``change`` applied to every tensor, constants included."""
-    names = [field.name for field in attrs.fields(type(inputs)) if isinstance(getattr(inputs, field.name), torch.Tensor)]
+    names = [
+        field.name for field in attrs.fields(type(inputs)) if isinstance(getattr(inputs, field.name), torch.Tensor)
+    ]
     return over_tokens(inputs, names, change)
 
 

@@ -10,11 +10,7 @@ from kvist.step import Step
 from kvist.testing.attention.author import Author
 from kvist.testing.attention.case import Case, total_tokens
 from kvist.testing.attention.driver import JUNK, NAN
-
-_READS = (
-    "rows at or beyond a sequence's length, and pages that its table does not name, hold anything, NaN too: keep them "
-    "out of sums (a weight of zero times NaN is NaN)"
-)
+from kvist.testing.outcomes import not_applicable
 
 
 class PageTests(Author):
@@ -24,8 +20,7 @@ class PageTests(Author):
     def test_unused_entries_of_a_table_mean_nothing(self, case: Case) -> None:
         """-1 behind a row's blocks, anything in the rows of slots that are not in the step; compact tables."""
         total = total_tokens(case.spec)
-        hint = "use the table's rows of the step's slots only, of them the blocks below the length, and never index with -1"
-        drive = self.driver(case, "AB-08", hint, requests=3)
+        drive = self.driver(case, requests=3)
         requests = [drive.open(total) for _ in range(3)]
 
         def strange(step: Step) -> Step:
@@ -48,7 +43,7 @@ class PageTests(Author):
     def test_reads_nothing_that_was_not_written(self, case: Case, poison: int) -> None:
         """Pages of nobody, rows beyond the length, and pages left by windows hold NaN, or large numbers."""
         total = total_tokens(case.spec)
-        drive = self.driver(case, "AB-09", _READS, requests=4, poison=poison)
+        drive = self.driver(case, requests=4, poison=poison)
         first = [drive.open(total, reuse=False) for _ in range(2)]
         drive.play(first)
         for request in first:
@@ -60,7 +55,7 @@ class PageTests(Author):
     def test_writes_its_layers_parts_of_the_pages_with_new_tokens(self, case: Case) -> None:
         """No other byte of the memory changes: not page 0, not other layers, not shared pages, not in ``begin``."""
         total = total_tokens(case.spec)
-        drive = self.driver(case, "AB-10", "", requests=4, watch_writes=True)
+        drive = self.driver(case, requests=4, watch_writes=True)
         parent = drive.open(total)
         drive.prefill(parent, total - 2)
         sharer = drive.open(total, like=parent, shared=total // 2)
@@ -74,11 +69,7 @@ class PageTests(Author):
     def test_padding_rows_disturb_nobody(self, case: Case) -> None:
         """Rows of a fixed-size batch that are nobody's: one token, a table full of page 0. Page 0 holds NaN."""
         total = total_tokens(case.spec)
-        hint = (
-            "rows whose table names page 0 are padding: let them read and write page 0 or skip them, return anything for "
-            "them, and let no other row's result depend on them"
-        )
-        drive = self.driver(case, "AB-11", hint, requests=3)
+        drive = self.driver(case, requests=3)
         requests = [drive.open(total) for _ in range(2)]
 
         def padded(step: Step) -> Step:
@@ -113,8 +104,7 @@ class PageTests(Author):
         """Sequences go on differently from where they are equal, and never see each other's later tokens."""
         total = total_tokens(case.spec)
         block = case.spec.block_tokens
-        hint = "what a sequence has lies in its pages: keep nothing per slot, and read copied pages where they are now"
-        drive = self.driver(case, "AB-18", hint, requests=6)
+        drive = self.driver(case, requests=6)
         parent = drive.open(total, restore_at=(block, 2 * block))
         drive.prefill(parent, total - 3)
         sharers = [drive.open(total, like=parent, shared=shared) for shared in (2 * block, 2 * block + 3, block + 1)]
@@ -128,11 +118,7 @@ class PageTests(Author):
         """A sequence gives its pages up and goes on later in others; the same prompt comes again."""
         total = total_tokens(case.spec)
         block = case.spec.block_tokens
-        hint = (
-            "what a sequence has lies in its pages, and only there: a slot may be another sequence's in the next step, "
-            "and a sequence may come back with other pages, or with fewer tokens"
-        )
-        drive = self.driver(case, "AB-19", hint, requests=6)
+        drive = self.driver(case, requests=6)
         first = drive.open(total, restore_at=(block, 2 * block))
         drive.prefill(first, 2 * block + 1)
         drive.manager.suspend(first.sequence)
@@ -147,13 +133,9 @@ class PageTests(Author):
     @pytest.mark.clause("AB-23")
     def test_states_start_from_zero_and_stay_in_their_columns(self, case: Case) -> None:
         """New sequences in pages that others used; with drafts, column 0 is read and columns 1.. are written."""
-        hint = (
-            "start from what column 0's page holds, which is zeros for a new sequence; a row with drafts leaves column 0 as "
-            "it is and writes the state after its j-th query token to column j"
-        )
-        drive = self.driver(case, "AB-23", hint, requests=4, watch_writes=True)
+        drive = self.driver(case, requests=4, watch_writes=True)
         if not drive.layout.has_states:
-            pytest.skip("the spec keeps no states")
+            not_applicable("the spec keeps no states")
         total = total_tokens(case.spec)
         for _ in range(2):
             requests = [drive.open(total, reuse=False) for _ in range(2)]

@@ -14,7 +14,7 @@ class StepTests(Author):
     @pytest.mark.clause("AB-12")
     def test_steps_and_tables_are_left_as_they_are(self, case: Case) -> None:
         """Every array of every step, the tables that later steps share included."""
-        drive = self.driver(case, "AB-12", "", requests=3, watch_step=True)
+        drive = self.driver(case, requests=3, watch_step=True)
         requests = [drive.open(length) for length in (total_tokens(case.spec), 5)]
         drive.step([(requests[0], 3), (requests[1], 1)])
         drive.play(requests)
@@ -22,24 +22,21 @@ class StepTests(Author):
     @pytest.mark.clause("AB-13")
     def test_inputs_are_read_during_the_call_only(self, case: Case) -> None:
         """They are as before after it, and hold something else when the next call comes."""
-        hint = "the caller reuses its tensors once forward() returned: write rows, and finish reading, before that"
-        drive = self.driver(case, "AB-13", hint, watch_inputs=True)
+        drive = self.driver(case, watch_inputs=True)
         total = total_tokens(case.spec)
         drive.play([drive.open(length) for length in (total, total // 2)])
 
     @pytest.mark.clause("AB-13")
     def test_inputs_may_be_views(self, case: Case) -> None:
         """Slices of a fused projection: contiguous in the last axis, not in the others."""
-        hint = "respect the strides of the inputs, or call contiguous()"
-        drive = self.driver(case, "AB-13", hint, strided=True)
+        drive = self.driver(case, strided=True)
         total = total_tokens(case.spec)
         drive.play([drive.open(length) for length in (total, total // 2)])
 
     @pytest.mark.clause("AB-14")
     def test_a_result_stays_until_the_next_call(self, case: Case) -> None:
         """Shape and dtype; and a second cache of the same class, at work in between, changes nothing."""
-        hint = "keep scratch and outputs in the instance, one instance serves one cache; return the inputs' dtype"
-        drive, other = (self.driver(case, "AB-14", hint, seed=seed) for seed in (0, 1))
+        drive, other = (self.driver(case, seed=seed) for seed in (0, 1))
         total = total_tokens(case.spec)
         request, stranger = drive.open(total), other.open(total)
 
@@ -54,8 +51,7 @@ class StepTests(Author):
     def test_metadata_belongs_to_one_step(self, case: Case) -> None:
         """Steps of equal shape with other sequences, tables and lengths; two steps planned before the first one runs."""
         total = total_tokens(case.spec)
-        hint = "prepare everything in begin(), every time: neither slots nor shapes nor tables tell that nothing changed"
-        drive = self.driver(case, "AB-15", hint, requests=8)
+        drive = self.driver(case, requests=8)
         one, two = drive.open(total), drive.open(total)
         drive.step([(one, total // 2)])
         drive.step([(two, total // 2)])
@@ -79,8 +75,7 @@ class StepTests(Author):
     def test_long_and_short_steps_in_turns(self, case: Case) -> None:
         """Scratch that grew for a long step holds its leftovers in a short one; tables grow and are replaced."""
         total = total_tokens(case.spec)
-        hint = "scratch of a longer step before holds anything: use exactly as much as this step fills"
-        drive = self.driver(case, "AB-15", hint, requests=24)
+        drive = self.driver(case, requests=24)
         first = drive.open(total)
         drive.step([(first, total - 1)])
         for length in (2, total, 1, total - 1, 5):
@@ -93,8 +88,7 @@ class StepTests(Author):
     @pytest.mark.clause("AB-16")
     def test_a_step_without_rows(self, case: Case) -> None:
         """No tokens in, no tokens out, nothing touched; the steps around it are as usual."""
-        hint = "return an empty tensor of the usual shape for a step of zero tokens"
-        drive = self.driver(case, "AB-16", hint, watch_writes=True)
+        drive = self.driver(case, watch_writes=True)
         request = drive.open(total_tokens(case.spec))
         drive.step([])
         drive.step([(request, 3)])

@@ -17,8 +17,7 @@ class ValueTests(Author):
     @pytest.mark.clause("AB-04")
     def test_a_prompt_in_one_step(self, case: Case) -> None:
         """One row, from position 0, longer than everything."""
-        hint = "compare with reference(): mask, scale, heads, features; nothing was in the cache before this step"
-        drive = self.driver(case, "AB-04", hint)
+        drive = self.driver(case)
         request = drive.open(total_tokens(case.spec))
         drive.step([(request, request.total)])
 
@@ -28,7 +27,7 @@ class ValueTests(Author):
         token, then the rest."""
         total = total_tokens(case.spec)
         cuts = {end + offset for end in boundaries(case.spec) for offset in (-1, 0, 1)}
-        drive = self.driver(case, "AB-05", _CUT, requests=len(cuts) + 1)
+        drive = self.driver(case, requests=len(cuts) + 1)
         requests: dict[int, Request] = {}
         for cut in sorted(cuts & set(range(1, total - 1))):
             like = next(iter(requests.values()), None)
@@ -40,7 +39,7 @@ class ValueTests(Author):
     @pytest.mark.clause("AB-05")
     def test_token_by_token(self, case: Case) -> None:
         """Every step is a decode step."""
-        drive = self.driver(case, "AB-05", _CUT)
+        drive = self.driver(case)
         request = drive.open(total_tokens(case.spec))
         while request.left:
             drive.step([(request, 1)])
@@ -49,8 +48,7 @@ class ValueTests(Author):
     def test_ragged_batches(self, case: Case) -> None:
         """Decode rows and prefill chunks of all sizes in one step, in any company."""
         total = total_tokens(case.spec)
-        hint = "row i's tokens are query_starts[i] .. query_starts[i + 1] - 1 of the batch; no row may depend on another"
-        drive = self.driver(case, "AB-06", hint, requests=5)
+        drive = self.driver(case, requests=5)
         requests = [drive.open(length) for length in (total, 1, total - 3, total // 2, 2)]
         drive.step([(requests[0], 3), (requests[2], 7)])
         drive.step([(requests[0], 1), (requests[1], 1), (requests[2], requests[2].left - 1), (requests[3], 5)])
@@ -60,8 +58,7 @@ class ValueTests(Author):
     def test_pages_come_from_the_slots_row_of_the_groups_table(self, case: Case) -> None:
         """Rows in another order than slots, slots that are not in the step, pages in any order."""
         total = total_tokens(case.spec)
-        hint = "a row's pages are tables[group][slots[row], position // block_tokens], in no order at all"
-        drive = self.driver(case, "AB-07", hint, requests=4)
+        drive = self.driver(case, requests=4)
         requests = [drive.open(total) for _ in range(4)]
         for chosen in ([3, 1], [2], [0, 3, 2], [1]):
             drive.manager.shuffle_free_pages(drive.random)
@@ -73,12 +70,8 @@ class ValueTests(Author):
     def test_rejected_drafts_never_happened(self, case: Case) -> None:
         """Every number of drafts, every number of them accepted; then steps with and without drafts."""
         total = total_tokens(case.spec)
-        hint = (
-            "rows of rejected drafts are overwritten later and never read; a state after the j-th query token goes to "
-            "column j, and the next step finds the accepted one in column 0"
-        )
         pairs = [(drafts, accepted) for drafts in (1, 2, 3) for accepted in range(drafts + 1)]
-        drive = self.driver(case, "AB-17", hint, requests=len(pairs) + 1)
+        drive = self.driver(case, requests=len(pairs) + 1)
         most = drive.layout.most_drafts
         pairs = [(drafts, accepted) for drafts, accepted in pairs if most is None or drafts <= most]
         requests = [drive.open(total) for _ in pairs]
@@ -101,10 +94,9 @@ class ValueTests(Author):
     @pytest.mark.clause("AB-20")
     def test_layers_do_not_meet(self, case: Case) -> None:
         """Every layer has rows and outputs of its own, also in later steps."""
-        hint = "take the views of each layer's own streams: memory.view(layer_id, stream_name, ...)"
         if not any(len(each.spec.layers) > 1 for each in self.cases):
-            raise failure("AB-20", case, "no case has two layers", "give at least one case a spec with several layers")
-        drive = self.driver(case, "AB-20", hint)
+            raise failure(case, "no case has two layers")
+        drive = self.driver(case)
         request = drive.open(total_tokens(case.spec))
         drive.play([request])
 
@@ -113,7 +105,7 @@ class ValueTests(Author):
         """Equal steps on equal memory: bit by bit, or nobody can reproduce an answer."""
         total, results = total_tokens(case.spec), []
         for _ in range(2):
-            drive = self.driver(case, "AB-21", _CUT, seed=3)
+            drive = self.driver(case, seed=3)
             request = drive.open(total)
             outputs = []
             for tokens in (total // 2, 1, 2):
@@ -121,15 +113,4 @@ class ValueTests(Author):
                 outputs += list(drive.outputs.values())
             results.append(outputs)
         if not all(torch.equal(one, other) for one, other in zip(*results)):
-            raise failure(
-                "AB-21",
-                case,
-                "the same steps gave other bits the second time",
-                "sum in a fixed order (no atomics), and start from no state outside the pages",
-            )
-
-
-_CUT = (
-    "a result must not depend on where a prompt was cut: read what earlier steps wrote as if it were this step's, round "
-    "own rows to the stored dtype before they take part, and restart nothing at the cut"
-)
+            raise failure(case, "the same steps gave other bits the second time")

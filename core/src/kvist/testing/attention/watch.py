@@ -15,24 +15,20 @@ from kvist.step import Step
 from kvist.testing.attention.case import Case
 
 
-def failure(clause: str, case: Case, what: str, hint: str) -> AssertionError:
-    """What a test raises: clause and case, what is wrong, and what a stranger should change."""
-    return AssertionError(f"{clause}, {case}: {what}\nhint: {hint}")
+def failure(case: Case, what: str) -> AssertionError:
+    """What a test raises; the report adds the clause and what to change."""
+    return AssertionError(f"{case}: {what}")
 
 
 class Writes:
-    """May a byte change during a call? Between ``before`` and ``after``, only a layer's parts of the pages with new
-    tokens may; during ``begin`` none.
-
-    padding_rows: rows of the step whose pages are page 0.
-    """
+    """Which bytes changed during a call? A layer may change its parts of the pages with new tokens, ``begin`` none."""
 
     def __init__(self, memory: DeviceMemory, case: Case, step: Step) -> None:
         self._memory, self._case, self._step = memory, case, step
         self._layout = memory.layout
         self._before = memory.bytes.clone()
 
-    def check(self, clause: str, layer_id: int | None) -> None:
+    def check(self, layer_id: int | None) -> None:
         """Raise unless everything that changed since the last check belongs to the layer; ``None`` for ``begin``."""
         changed = (self._memory.bytes != self._before).cpu().numpy()
         if layer_id is not None:
@@ -40,19 +36,15 @@ class Writes:
         if changed.any():
             where = _describe(self._layout, int(np.flatnonzero(changed)[0]), self._step)
             call = "begin()" if layer_id is None else f"forward() of layer {layer_id}"
-            raise failure(
-                clause,
-                self._case,
-                f"{call} changed {int(changed.sum())} bytes that are not its own, the first in {where}",
-                "write only the rows of the step's new tokens, at the page that the table of the layer's group names for "
-                "their block, inside the view of the layer's own stream",
-            )
+            count = int(changed.sum())
+            raise failure(self._case, f"{call} changed {count} bytes that are not its own, the first in {where}")
         self._before = self._memory.bytes.clone()
 
     def _own(self, layer_id: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         own = np.zeros(self._layout.arena_bytes, np.bool_)
+        streams = next(layer.streams for layer in self._case.spec.layers if layer.id == layer_id)
         for group in self._layout.groups:
-            parts = [part for part in group.parts if part.layer_id == layer_id]
+            parts = [part for part in group.parts if part.layer_id == layer_id and part.stream in streams]
             if parts:
                 table = self._step.tables[group.index]
                 for row in range(self._step.row_count):
@@ -90,18 +82,13 @@ class StepCopy:
         self._case, self._step = case, step
         self._copies = {name: _copies(getattr(step, name)) for name in _array_fields()}
 
-    def check(self, clause: str) -> None:
+    def check(self) -> None:
         """Raise when an array changed."""
         for name, copies in self._copies.items():
             for index, (now, then) in enumerate(zip(_arrays(getattr(self._step, name)), copies)):
                 if not np.array_equal(now, then):
                     which = f"{name}[{index}]" if name in ("tables", "copies", "fresh", "saves") else name
-                    raise failure(
-                        clause,
-                        self._case,
-                        f"step.{which} changed while the step ran",
-                        "the planner and later steps share these arrays: copy what you need to change",
-                    )
+                    raise failure(self._case, f"step.{which} changed while the step ran")
 
 
 def _array_fields() -> list[str]:
@@ -127,13 +114,8 @@ class InputsCopy:
             if isinstance(value := getattr(inputs, field.name), torch.Tensor)
         }
 
-    def check(self, clause: str, layer_id: int) -> None:
+    def check(self, layer_id: int) -> None:
         """Raise when a tensor changed."""
         for name, copy in self._copies.items():
             if not torch.equal(getattr(self._inputs, name), copy):
-                raise failure(
-                    clause,
-                    self._case,
-                    f"forward() of layer {layer_id} changed inputs.{name}",
-                    "the model still needs its tensors: compute out of place, or in scratch of the backend's own",
-                )
+                raise failure(self._case, f"forward() of layer {layer_id} changed inputs.{name}")
