@@ -22,7 +22,7 @@ class Author:
     """Fill in ``backend``, ``cases``, ``inputs`` and ``reference``; the others have defaults.
 
     backend: the class under test.
-    cases: specs to test it with, and their inputs' dtypes. At least one has two layers that differ.
+    cases: specs to test it with, and their inputs' dtypes. At least one has two layers with equal streams.
     devices: torch device types; one that is not on this machine is skipped, with the reason.
     features: the optional parts of the family that the backend declares, as in its record. Cases that need others
         count for nothing but a remark should they work.
@@ -75,8 +75,8 @@ class Author:
     def _require_interpreter(self, case: Case) -> None:
         if self.triton and case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             not_run_here(
-                "Triton kernels run on a CPU in Triton's interpreter only; put os.environ['TRITON_INTERPRET'] = '1' into "
-                "the conftest.py, above every import of triton"
+                "Triton kernels run on a CPU in Triton's interpreter only; put os.environ['TRITON_INTERPRET'] = '1' "
+                "into the conftest.py, above every import of triton"
             )
 
     @classmethod

@@ -291,7 +291,7 @@ class Driver:
                 raise failure(
                     self.case,
                     f"{where} at position {first + token} {amount}, allowed is {tolerance:g}; step {flight.step.id} "
-                    f"computed positions {first}..{first + count - 1} of this sequence, in row {row} of {len(flight.rows)}",
+                    f"computed {first}..{first + count - 1} of this sequence, in row {row} of {len(flight.rows)}",
                 )
             start += count
 

@@ -35,7 +35,7 @@ def gqa_spec(block_tokens: int, *layers: tuple[Retention, int, int, int], dtype:
 _FULL, _NEAR = History(), Window(11)
 
 CASES = (
-    Case(name="full", spec=gqa_spec(16, (_FULL, 2, 16, 16), (_FULL, 1, 24, 40))),
+    Case(name="full", spec=gqa_spec(16, (_FULL, 2, 16, 16), (_FULL, 1, 24, 40), (_FULL, 2, 16, 16))),
     Case(name="small-blocks", spec=gqa_spec(3, (_FULL, 2, 8, 8))),
     Case(name="bfloat16", spec=gqa_spec(16, (_FULL, 2, 32, 32), dtype="bfloat16"), dtype="bfloat16"),
     Case(name="float16", spec=gqa_spec(8, (_FULL, 2, 32, 32), dtype="float16"), dtype="float16"),

@@ -126,7 +126,9 @@ class PageTests(Author):
         drive.play([other])
         drive.manager.resume(first.sequence)
         drive.prefill(first, total - 1)
+        # The next one to come gets the slot of the last one to go.
         drive.manager.close(first.sequence)
+        drive.manager.close(other.sequence)
         again = drive.open(total, like=first, shared=total)
         drive.play([again])
 

@@ -49,7 +49,7 @@ class StepTests(Author):
 
     @pytest.mark.clause("AB-15")
     def test_metadata_belongs_to_one_step(self, case: Case) -> None:
-        """Steps of equal shape with other sequences, tables and lengths; two steps planned before the first one runs."""
+        """Steps of equal shape with other sequences and lengths; two steps planned before the first one runs."""
         total = total_tokens(case.spec)
         drive = self.driver(case, requests=8)
         one, two = drive.open(total), drive.open(total)
