@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 import torch
-
 from kit.mutants.base import Mutant
 from kit.toys import Decay, DecaySuite, Plain, PlainSuite, Pooled, PooledSuite, Ring, RingSuite
+
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.gqa import GQAInputs
 from kvist.layout import PageLayout, RowMajor
@@ -275,13 +275,14 @@ class ClearsTheRestOfTheTable(Plain):
         view[behind[behind == NO_PAGE]] = 0.0
 
 
-class NormalisesInPlace(Plain):
-    """Rounds the keys that it reads where they lie, also in shared pages."""
+class ChangesWhatItReads(Plain):
+    """The last bit of the rows that it reads, where they lie, also in shared pages."""
 
     def read(self, view: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         where = (pages[positions // self.block_tokens], positions % self.block_tokens)
-        view[where] = (view[where] * 2**20).round() / 2**20
-        return view[where]
+        rows = view[where]
+        view[where] = torch.nextafter(rows, torch.zeros_like(rows))
+        return rows
 
 
 class WritesTheNextLayer(Plain):
@@ -709,7 +710,7 @@ _FAULTS: tuple[tuple[str, type[AttentionBackend]], ...] = (
     ("AB-09", ReadsWholeBlocks),
     ("AB-10", WritesPageZero),
     ("AB-10", ClearsTheRestOfTheTable),
-    ("AB-10", NormalisesInPlace),
+    ("AB-10", ChangesWhatItReads),
     ("AB-10", WritesTheNextLayer),
     ("AB-11", OnePeakForTheBatch),
     ("AB-11", PaddingIsAnError),

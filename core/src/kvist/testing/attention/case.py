@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -14,6 +14,10 @@ TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 
 
 #: Longer windows than this are not looked for.
 _FAR = 1 << 14
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +34,7 @@ class Case:
     name: str
     spec: CacheSpec
     dtype: str = "float32"
-    features: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    features: frozenset[str] = attrs.field(default=(), converter=_names)
     device: str = "cpu"
 
     @property
@@ -44,8 +48,8 @@ class Case:
 
 def boundaries(spec: CacheSpec) -> list[int]:
     """Lengths in tokens at which something changes: blocks, rows of several tokens, rings, ends of windows."""
-    block, found = spec.block_tokens, set()
-    found.update((block, 2 * block))
+    block = spec.block_tokens
+    found = {block, 2 * block}
     for layer in spec.layers:
         for stream in layer.streams:
             if stream.tokens_per_row > 1:

@@ -43,15 +43,15 @@ CASES = (
     Case(
         name="window",
         spec=gqa_spec(8, (_FULL, 2, 16, 16), (_NEAR, 1, 16, 16), (_NEAR, 2, 8, 8)),
-        features=frozenset({"window"}),
+        features=("window",),
     ),
     Case(
         name="sink-tokens",
         spec=gqa_spec(4, (Window(9, sinks=3), 2, 16, 16), (_FULL, 2, 16, 16)),
-        features=frozenset({"window", "sink_tokens"}),
+        features=("window", "sink_tokens"),
     ),
-    Case(name="sink-logits", spec=gqa_spec(8, (_FULL, 2, 16, 16)), features=frozenset({"sink_logits"})),
-    Case(name="softcap", spec=gqa_spec(8, (_FULL, 2, 16, 16)), features=frozenset({"softcap"})),
+    Case(name="sink-logits", spec=gqa_spec(8, (_FULL, 2, 16, 16)), features=("sink_logits",)),
+    Case(name="softcap", spec=gqa_spec(8, (_FULL, 2, 16, 16)), features=("softcap",)),
 )
 
 #: Query heads for each key head.
@@ -104,7 +104,8 @@ class GQABackendTests(AttentionBackendTests):
         total = weights.sum(-1, keepdim=True)
         if inputs.sink_logits is not None:
             total = total + torch.exp(inputs.sink_logits)[:, None, None]
-        return (weights / total @ value).transpose(0, 1)
+        outputs: torch.Tensor = (weights / total @ value).transpose(0, 1)
+        return outputs
 
 
 def _window(retention: Retention) -> tuple[int, int] | None:

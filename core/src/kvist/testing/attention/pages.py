@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import numpy as np
 import pytest
 
-from kvist.step import Step
+from kvist.step import IntArray, Step
 from kvist.testing.attention.author import Author
 from kvist.testing.attention.case import Case, total_tokens
 from kvist.testing.attention.driver import JUNK, NAN
@@ -81,8 +83,8 @@ class PageTests(Author):
                 tables.append(wide)
             slots = np.arange(len(step.tables[0]), len(step.tables[0]) + count)
 
-            def insert(array: np.ndarray, values: object) -> np.ndarray:
-                return np.insert(array, [at] * count, values).astype(np.int32)
+            def insert(array: IntArray, values: Iterable[int]) -> IntArray:
+                return np.concatenate([array[:at], np.array([*values], np.int32), array[at:]])
 
             return attrs.evolve(
                 step,
