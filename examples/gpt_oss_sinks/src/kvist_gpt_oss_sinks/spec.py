@@ -1,0 +1,33 @@
+"""From a GPT-OSS config to what its cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvist import CacheSpec, Heads, History, Layer, RowFormat, SpecError, Stream, Window
+
+#: By the config's name of a layer's kind, what is kept of it.
+_RETENTIONS = {
+    "full_attention": lambda config: History(),
+    "sliding_attention": lambda config: Window(config["sliding_window"]),
+}
+
+
+def cache_spec(
+    config: Mapping[str, Any], *, block_tokens: int = 16, dtype: str = "bfloat16", fingerprint: str = ""
+) -> CacheSpec:
+    """Keys and values of every layer, of window layers as long as they are in the window.
+
+    config: ``config.json`` as a mapping. dtype: of the stored rows. fingerprint: digest of the weights; empty where
+    content never leaves the process. Raises SpecError for a kind of layer that GPT-OSS does not have.
+    """
+    heads = config["num_key_value_heads"]
+    row = RowFormat((heads, config["head_dim"]), dtype)
+    layers = []
+    for number, kind in enumerate(config["layer_types"]):
+        if kind not in _RETENTIONS:
+            raise SpecError(f"layer {number} is {kind!r}", hint=f"layer_types are {', '.join(_RETENTIONS)}")
+        retention = _RETENTIONS[kind](config)
+        layers.append(Layer(number, [Stream(name, row, retention, sharding=Heads(heads)) for name in ("k", "v")]))
+    return CacheSpec(layers, block_tokens, fingerprint, vocab_size=config["vocab_size"])
