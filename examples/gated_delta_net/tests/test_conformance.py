@@ -63,8 +63,8 @@ class TestGatedDeltaBackend(AttentionBackendTests):
                 for each in (convolved[:, at : at + KEY_SIZE], convolved[:, size + at : size + at + KEY_SIZE])
             )
             value = convolved[:, 2 * size + head * VALUE_SIZE :][:, :VALUE_SIZE]
-            # (arXiv 2412.06464, section 3.3) The values that are written solve a triangular system: each is what is
-            # new in a token beside what the memory says already.
+            # The values that are written solve a triangular system: each is what a token has that the memory, as it is
+            # by then, does not say already.
             total = inputs.decay[:, head].cumsum(0)
             left = (total[:, None] - total[None, :]).exp().tril()
             beta = inputs.beta[:, head, None]

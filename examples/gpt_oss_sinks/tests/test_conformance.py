@@ -37,15 +37,15 @@ class TestSinkBackend(AttentionBackendTests):
         return SinkInputs(draw(6), draw(2), draw(2), torch.linspace(-2, 3, 6))
 
     def reference(self, case: Case, layer: Layer, inputs: SinkInputs) -> torch.Tensor:
-        """One query and head after the other: the sink's share of the softmax goes nowhere."""
+        """One head after the other: the sink's share of the softmax goes nowhere."""
         retention = layer.streams[0].retention
-        window = retention.tokens if isinstance(retention, Window) else len(inputs.query)
+        distance = torch.arange(len(inputs.query))[:, None] - torch.arange(len(inputs.query))[None, :]
+        visible = distance >= 0
+        if isinstance(retention, Window):
+            visible &= distance < retention.tokens
         output = torch.empty_like(inputs.query)
-        for position in range(len(inputs.query)):
-            first = max(0, position - window + 1)
-            for head in range(6):
-                key = inputs.key[first : position + 1, head // 3]
-                weights = torch.exp(key @ inputs.query[position, head] / 4)
-                total = weights.sum() + torch.exp(inputs.sinks[head])
-                output[position, head] = weights / total @ inputs.value[first : position + 1, head // 3]
+        for head in range(6):
+            weights = torch.exp(inputs.query[:, head] @ inputs.key[:, head // 3].T / 4) * visible
+            total = weights.sum(1, keepdim=True) + torch.exp(inputs.sinks[head])
+            output[:, head] = weights / total @ inputs.value[:, head // 3]
         return output

@@ -66,7 +66,15 @@ def test_layers_of_transformers_give_the_same():
 
 def test_another_kind_of_layer_is_refused():
     with pytest.raises(SpecError) as error:
-        cache_spec({"num_key_value_heads": 1, "head_dim": 8, "layer_types": ["chunked_attention"], "vocab_size": 9})
+        cache_spec(
+            {
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "layer_types": ["chunked_attention"],
+                "sliding_window": 4,
+                "vocab_size": 9,
+            }
+        )
     assert str(error.value) == (
         "layer 0 is 'chunked_attention'\nhint: layer_types are full_attention, sliding_attention"
     )

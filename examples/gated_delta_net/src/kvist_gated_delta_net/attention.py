@@ -1,6 +1,6 @@
 """Convolution and gated delta rule over states in pages, in plain torch.
 
-The formulas are those of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), as Qwen3-Next has them.
+The formulas are those of "Gated Delta Networks" (arXiv 2412.06464), as Qwen3-Next has them.
 """
 
 from __future__ import annotations

@@ -7,12 +7,6 @@ from typing import Any
 
 from kvist import CacheSpec, Heads, History, Layer, RowFormat, SpecError, Stream, Window
 
-#: By the config's name of a layer's kind, what is kept of it.
-_RETENTIONS = {
-    "full_attention": lambda config: History(),
-    "sliding_attention": lambda config: Window(config["sliding_window"]),
-}
-
 
 def cache_spec(
     config: Mapping[str, Any], *, block_tokens: int = 16, dtype: str = "bfloat16", fingerprint: str = ""
@@ -24,10 +18,11 @@ def cache_spec(
     """
     heads = config["num_key_value_heads"]
     row = RowFormat((heads, config["head_dim"]), dtype)
+    retentions = {"full_attention": History(), "sliding_attention": Window(config["sliding_window"])}
     layers = []
     for number, kind in enumerate(config["layer_types"]):
-        if kind not in _RETENTIONS:
-            raise SpecError(f"layer {number} is {kind!r}", hint=f"layer_types are {', '.join(_RETENTIONS)}")
-        retention = _RETENTIONS[kind](config)
-        layers.append(Layer(number, [Stream(name, row, retention, sharding=Heads(heads)) for name in ("k", "v")]))
+        if kind not in retentions:
+            raise SpecError(f"layer {number} is {kind!r}", hint=f"layer_types are {', '.join(retentions)}")
+        streams = [Stream(name, row, retentions[kind], sharding=Heads(heads)) for name in ("k", "v")]
+        layers.append(Layer(number, streams))
     return CacheSpec(layers, block_tokens, fingerprint, vocab_size=config["vocab_size"])
