@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -285,12 +285,16 @@ class Stream:
             raise SpecError(f"stream {self.name!r}: tokens_per_row={self.tokens_per_row} must be at least 1")
 
 
+def _streams(streams: Iterable[Stream]) -> tuple[Stream, ...]:
+    return tuple(streams)
+
+
 @attrs.frozen
 class Layer:
     """One layer that keeps something. ``id`` is the model's own layer number."""
 
     id: int
-    streams: tuple[Stream, ...] = attrs.field(converter=tuple)
+    streams: tuple[Stream, ...] = attrs.field(converter=_streams)
 
     def __attrs_post_init__(self) -> None:
         names = [stream.name for stream in self.streams]
@@ -298,6 +302,10 @@ class Layer:
             raise SpecError(f"layer {self.id} has no streams", hint="leave layers that keep nothing out of the spec")
         if len(set(names)) != len(names):
             raise SpecError(f"layer {self.id} names a stream twice: {names}")
+
+
+def _layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    return tuple(layers)
 
 
 @attrs.frozen
@@ -312,7 +320,7 @@ class CacheSpec:
     vocab_size: token ids are below this; ``None`` when unknown, then ids are only checked to be >= 0.
     """
 
-    layers: tuple[Layer, ...] = attrs.field(converter=tuple)
+    layers: tuple[Layer, ...] = attrs.field(converter=_layers)
     block_tokens: int
     fingerprint: str
     domain: str = "target"
@@ -335,6 +343,14 @@ class CacheSpec:
                         f"of tokens_per_row={stream.tokens_per_row}",
                         hint=f"use a multiple of {stream.tokens_per_row}",
                     )
+
+    def only(self, stream_names: Collection[str]) -> CacheSpec:
+        """The same spec with these streams only, for what serves a part of it; layers left without any are dropped.
+
+        Raises SpecError when no layer has any of them.
+        """
+        kept = [(layer.id, [each for each in layer.streams if each.name in stream_names]) for layer in self.layers]
+        return attrs.evolve(self, layers=[Layer(id_, streams) for id_, streams in kept if streams])
 
 
 @attrs.frozen(cache_hash=True)
