@@ -299,6 +299,10 @@ BROKEN = {
         source(body="return None or 3"),
         "kvist_cache_managers must return a list of CacheManagerInfo, got int",
     ),
+    "no return": (
+        source(body="pass"),
+        "kvist_cache_managers must return a list of CacheManagerInfo, got NoneType",
+    ),
     "no record": (source(body="return ['x']"), "kvist_cache_managers must return CacheManagerInfo records, got str"),
     "raises half way": (source(body="raise RuntimeError('no')"), "RuntimeError: no"),
     "same name twice": (

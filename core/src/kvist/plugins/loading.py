@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -216,10 +215,12 @@ def _check_signature(name: str, implementation: pluggy.HookImpl) -> None:
             )
 
 
-def _records(hook: Callable[[], list[Any]], kind: type[Info]) -> tuple[Info, ...]:
+def _records(hook: pluggy.HookCaller, kind: type[Info]) -> tuple[Info, ...]:
     """Call one hook of one plugin and check what it returned."""
     records: list[Info] = []
-    for result in hook():
+    # pluggy leaves out what is None, so a hook without a result forgot to return one.
+    results = hook() or [None] * len(hook.get_hookimpls())
+    for result in results:
         if not isinstance(result, list | tuple):
             raise _CheckError(f"{_hook_name(hook)} must return a list of {kind.__name__}, got {type(result).__name__}")
         for item in result:
