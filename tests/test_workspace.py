@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 MEMBERS = ["core", *sorted(f"plugins/{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))]
@@ -64,3 +68,25 @@ def test_development_pins_torch_and_transformers_exactly():
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
     assert {"torch", "transformers"} <= {pin.partition("==")[0] for pin in pins}
+
+
+def imported(member: str) -> set[str]:
+    """Top-level packages that a distribution's own files import, wherever in them."""
+    found = set()
+    for path in (ROOT / member / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_a_distribution_imports_it_declares(member):
+    """Nobody may live on what somebody else happens to bring. Here every package is named like its distribution."""
+    optional = [each for texts in project(member).get("optional-dependencies", {}).values() for each in texts]
+    declared = {
+        re.split(r"[^\w-]", text)[0].replace("-", "_") for text in [*project(member)["dependencies"], *optional]
+    }
+    assert imported(member) - declared <= {path.name for path in (ROOT / member / "src").iterdir()}
