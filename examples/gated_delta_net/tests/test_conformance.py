@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from kvist_gated_delta_net.attention import GatedDeltaBackend, GatedDeltaInputs
-from kvist_gated_delta_net.spec import cache_spec
 
 from kvist import CacheSpec, Layer
 from kvist.testing.attention import AttentionBackendTests, Case
+from kvist_gated_delta_net.attention import GatedDeltaBackend, GatedDeltaInputs
+from kvist_gated_delta_net.spec import cache_spec
 
 KEY_HEADS, HEADS, KEY_SIZE, VALUE_SIZE, WIDTH = 2, 4, 8, 6, 4
 CHANNELS = 2 * KEY_HEADS * KEY_SIZE + HEADS * VALUE_SIZE

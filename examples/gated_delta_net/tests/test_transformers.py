@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kvist_gated_delta_net.attention import GatedDeltaBackend, GatedDeltaInputs
-from kvist_gated_delta_net.spec import CONV, MEMORY, cache_spec
 
 from kvist import Layout, PagedCacheManager, Run
 from kvist.attention.base import BackendContext
 from kvist.memory.device import DeviceMemory
+from kvist_gated_delta_net.attention import GatedDeltaBackend, GatedDeltaInputs
+from kvist_gated_delta_net.spec import CONV, MEMORY, cache_spec
 
 TOKENS = 30
 CHUNKS = (13, 1, 1, 9, 6)

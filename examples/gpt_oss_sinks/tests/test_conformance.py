@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from kvist_gpt_oss_sinks.attention import SinkBackend, SinkInputs
-from kvist_gpt_oss_sinks.spec import cache_spec
 
 from kvist import CacheSpec, Layer, Window
 from kvist.testing.attention import AttentionBackendTests, Case
+from kvist_gpt_oss_sinks.attention import SinkBackend, SinkInputs
+from kvist_gpt_oss_sinks.spec import cache_spec
 
 
 def spec(dtype: str, block_tokens: int) -> CacheSpec:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvist_gpt_oss_sinks.attention import SinkBackend, SinkInputs
-from kvist_gpt_oss_sinks.spec import cache_spec
 
 from kvist import Layout, PagedCacheManager, Run, SpecError
 from kvist.attention.base import BackendContext
 from kvist.memory.device import DeviceMemory
+from kvist_gpt_oss_sinks.attention import SinkBackend, SinkInputs
+from kvist_gpt_oss_sinks.spec import cache_spec
 
 TOKENS = 30
 CHUNKS = (13, 1, 1, 9, 6)

@@ -14,15 +14,22 @@ def cache_spec(
     """Keys and values of every layer, of window layers as long as they are in the window.
 
     config: ``config.json`` as a mapping. dtype: of the stored rows. fingerprint: digest of the weights; empty where
-    content never leaves the process. Raises SpecError for a kind of layer that GPT-OSS does not have.
+    content never leaves the process. Raises SpecError for a missing
+    field, and for a kind of layer that GPT-OSS does not have.
     """
-    heads = config["num_key_value_heads"]
-    row = RowFormat((heads, config["head_dim"]), dtype)
-    retentions = {"full_attention": History(), "sliding_attention": Window(config["sliding_window"])}
+    heads = _field(config, "num_key_value_heads")
+    row = RowFormat((heads, _field(config, "head_dim")), dtype)
+    retentions = {"full_attention": History(), "sliding_attention": Window(_field(config, "sliding_window"))}
     layers = []
-    for number, kind in enumerate(config["layer_types"]):
+    for number, kind in enumerate(_field(config, "layer_types")):
         if kind not in retentions:
             raise SpecError(f"layer {number} is {kind!r}", hint=f"layer_types are {', '.join(retentions)}")
         streams = [Stream(name, row, retentions[kind], sharding=Heads(heads)) for name in ("k", "v")]
         layers.append(Layer(number, streams))
-    return CacheSpec(layers, block_tokens, fingerprint, vocab_size=config["vocab_size"])
+    return CacheSpec(layers, block_tokens, fingerprint, vocab_size=_field(config, "vocab_size"))
+
+
+def _field(config: Mapping[str, Any], name: str) -> Any:
+    if name not in config:
+        raise SpecError(f"gpt_oss: config field {name!r} is missing")
+    return config[name]
