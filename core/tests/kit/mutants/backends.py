@@ -12,6 +12,7 @@ from kit.toys import Decay, DecaySuite, Plain, PlainSuite, Pooled, PooledSuite, 
 
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.gqa import GQAInputs
+from kvist.errors import SpecError
 from kvist.layout import PageLayout, RowMajor
 from kvist.spec import CacheSpec, Layer
 from kvist.step import NO_PAGE, Step
@@ -45,6 +46,30 @@ class CountsItsLayouts(Plain):
 class AcceptsAnything(Plain):
     @classmethod
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        return RowMajor()
+
+
+class MissesAStream(Plain):
+    """Looks at the streams that are there."""
+
+    @classmethod
+    def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        for layer in spec.layers:
+            if unknown := {stream.name for stream in layer.streams} - {"k", "v"}:
+                raise SpecError(f"layer {layer.id}: {unknown}")
+        return RowMajor()
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        for layer in self.layers.values():
+            self.geometry(layer)
+
+
+class RaisesAnything(Plain):
+    @classmethod
+    def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        for layer in spec.layers:
+            assert [stream.name for stream in layer.streams] == ["k", "v"]
         return RowMajor()
 
 
@@ -697,6 +722,8 @@ class RingReadAfterWriting(Ring):
 _FAULTS: tuple[tuple[str, type[AttentionBackend]], ...] = (
     ("AB-01", CountsItsLayouts),
     ("AB-02", AcceptsAnything),
+    ("AB-02", MissesAStream),
+    ("AB-02", RaisesAnything),
     ("AB-03", ClearsTheMemory),
     ("AB-03", AnswersWithoutAStep),
     ("AB-04", ForgetsTheScale),
