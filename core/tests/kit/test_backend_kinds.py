@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from kit.toys import DecaySuite, PlainSuite, PooledSuite, RingSuite
 
 
+@pytest.mark.slow
 class TestPlain(PlainSuite):
     """Attention in the clearest form, from which most mutants are made."""
 

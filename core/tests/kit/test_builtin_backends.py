@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvist.attention.cpu import CpuBackend
 from kvist.attention.gather import TorchCpuBackend
 from kvist.attention.reference import ReferenceBackend
@@ -23,6 +25,7 @@ class TestCpu(GQABackendTests):
     features = DECLARED["cpu"]
 
 
+@pytest.mark.slow
 class TestCpuWithoutKernel(GQABackendTests):
     backend = TorchCpuBackend
     features = DECLARED["cpu"]

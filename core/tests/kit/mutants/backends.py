@@ -12,6 +12,7 @@ from kit.toys import Decay, DecaySuite, Plain, PlainSuite, Pooled, PooledSuite, 
 
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.gqa import GQAInputs
+from kvist.errors import SpecError
 from kvist.layout import PageLayout, RowMajor
 from kvist.spec import CacheSpec, Layer
 from kvist.step import NO_PAGE, Step
@@ -45,6 +46,30 @@ class CountsItsLayouts(Plain):
 class AcceptsAnything(Plain):
     @classmethod
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        return RowMajor()
+
+
+class MissesAStream(Plain):
+    """Looks at the streams that are there."""
+
+    @classmethod
+    def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        for layer in spec.layers:
+            if unknown := {stream.name for stream in layer.streams} - {"k", "v"}:
+                raise SpecError(f"layer {layer.id}: {unknown}")
+        return RowMajor()
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        for layer in self.layers.values():
+            self.geometry(layer)
+
+
+class RaisesAnything(Plain):
+    @classmethod
+    def page_layout(cls, spec: CacheSpec) -> PageLayout:
+        for layer in spec.layers:
+            assert [stream.name for stream in layer.streams] == ["k", "v"]
         return RowMajor()
 
 
@@ -472,6 +497,17 @@ class CachesTables(Plain):
         self.step = attrs.evolve(step, tables=self.kept[1].tables, slots=self.kept[1].slots)
 
 
+class TellsBatchesByTheirSlots(Plain):
+    """The same array of slots: nobody came or went, so the rows of the tables are those of the step before."""
+
+    kept: tuple[Any, Any] = (None, None)
+
+    def begin(self, step: Step) -> None:
+        if self.kept[0] is not step.slots:
+            self.kept = (step.slots, step.compact())
+        self.step = attrs.evolve(step, tables=self.kept[1].tables, slots=self.kept[1].slots)
+
+
 class StaleLengths(Plain):
     """Decode metadata is counted on, not looked up."""
 
@@ -686,6 +722,8 @@ class RingReadAfterWriting(Ring):
 _FAULTS: tuple[tuple[str, type[AttentionBackend]], ...] = (
     ("AB-01", CountsItsLayouts),
     ("AB-02", AcceptsAnything),
+    ("AB-02", MissesAStream),
+    ("AB-02", RaisesAnything),
     ("AB-03", ClearsTheMemory),
     ("AB-03", AnswersWithoutAStep),
     ("AB-04", ForgetsTheScale),
@@ -723,6 +761,7 @@ _FAULTS: tuple[tuple[str, type[AttentionBackend]], ...] = (
     ("AB-14", AlwaysFloat),
     ("AB-14", OneRowPerLayer),
     ("AB-15", CachesTables),
+    ("AB-15", TellsBatchesByTheirSlots),
     ("AB-15", StaleLengths),
     ("AB-15", LooksAtTheLatestStep),
     ("AB-15", KeepsLeftovers),

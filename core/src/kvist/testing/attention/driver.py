@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from kvist.attention.base import BackendContext
+from kvist.batch import DecodeBatch
 from kvist.layout import Layout, PageLayout, RowMajor
 from kvist.manager import PagedCacheManager
 from kvist.memory.device import DeviceMemory
-from kvist.plan import Plan, Run
+from kvist.plan import Run
 from kvist.sequence import Sequence
 from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window, ceil_div
 from kvist.step import Step
@@ -46,13 +47,18 @@ class Request:
         return self.total - self.sequence.computed
 
 
+#: Request and tokens, or request, tokens, drafts and accepted drafts.
+Wanted = tuple[Request, int] | tuple[Request, int, int, int]
+
+
 @attrs.define(eq=False)
 class Flight:
-    """A committed step. rows: request, position of its first query token, query tokens, and how many of them stay."""
+    """A committed step. rows: request, position of its first query token, query tokens, and how many of them stay; the
+    first ``batched`` ones are of a decode batch."""
 
-    plan: Plan
     step: Step
     rows: list[tuple[Request, int, int, int]]
+    batched: int
 
 
 class Driver:
@@ -93,6 +99,7 @@ class Driver:
         #: By layer id, every output of the last step.
         self.outputs: dict[int, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
+        self._requests: dict[int, Request] = {}
 
     def _layout(self, tokens: int, foreign: bool) -> Layout:
         """Room for ``tokens`` tokens twice, so that nothing is evicted."""
@@ -119,7 +126,7 @@ class Driver:
         if like is not None:
             tokens[:shared] = like.sequence.tokens[:shared]
         sequence = self.manager.open(tokens, reuse=reuse, restore_at=restore_at)
-        return Request(sequence, total, *self._content(total, like, shared))
+        return self._request(sequence, total, like, shared)
 
     def fork(self, parent: Request) -> Request:
         """A second sequence that goes on as another one from where ``parent`` is."""
@@ -127,7 +134,12 @@ class Driver:
         here = sequence.computed
         self.manager.truncate(sequence, here)
         sequence.extend(self._token_ids(parent.total - here))
-        return Request(sequence, parent.total, *self._content(parent.total, parent, here))
+        return self._request(sequence, parent.total, parent, here)
+
+    def _request(self, sequence: Sequence, total: int, like: Request | None, shared: int) -> Request:
+        request = Request(sequence, total, *self._content(total, like, shared))
+        self._requests[sequence.slot] = request
+        return request
 
     def _token_ids(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         return self.random.integers(0, self.case.spec.vocab_size or 1 << 30, count).astype(np.int32)
@@ -150,33 +162,32 @@ class Driver:
 
     def step(
         self,
-        runs: Iterable[tuple[Request, int] | tuple[Request, int, int, int]],
+        runs: Iterable[Wanted],
         *,
+        decode: DecodeBatch | None = None,
         change: Change | None = None,
         between: Callable[[], None] | None = None,
     ) -> Flight:
         """One whole step. runs: ``(request, tokens)`` or ``(request, tokens, drafts, accepted drafts)``.
 
-        change: applied to the step that the backend gets. between: called after ``begin``, and after each ``forward``
-        before its output is looked at.
+        decode: its rows come first. change: applied to the step that the backend gets. between: called after ``begin``,
+        and after each ``forward`` before its output is looked at.
         """
-        flight = self.commit(runs)
+        flight = self.commit(runs, decode)
         self.execute(flight, change=change, between=between)
         self.complete(flight)
         return flight
 
-    def commit(self, runs: Iterable[tuple[Request, int] | tuple[Request, int, int, int]]) -> Flight:
+    def commit(self, runs: Iterable[Wanted], decode: DecodeBatch | None = None) -> Flight:
         """Plan and commit; nothing has run yet."""
-        wanted = [(run[0], run[1], *(run[2:] or (0, 0))) for run in runs]
-        requests = {id(run[0].sequence): run[0] for run in wanted}
-        stays = {id(request.sequence): tokens + accepted for request, tokens, _, accepted in wanted}
-        plan = self.manager.plan([Run(request.sequence, tokens, drafts) for request, tokens, drafts, _ in wanted])
+        wanted = [(run[0].sequence, run[1], *(run[2:] or (0, 0))) for run in runs]
+        plan = self.manager.plan([Run(sequence, tokens, drafts) for sequence, tokens, drafts, _ in wanted], decode)
         step = plan.commit()
+        stays = {sequence.slot: tokens + accepted for sequence, tokens, _, accepted in wanted}
         rows = []
-        for run, length in zip(plan.runs, step.lengths.tolist()):
-            key, count = id(run.sequence), run.query_tokens
-            rows.append((requests[key], length - count, count, stays[key]))
-        return Flight(plan, step, rows)
+        for slot, count, length in zip(step.slots.tolist(), step.query_lengths.tolist(), step.lengths.tolist()):
+            rows.append((self._requests[slot], length - count, count, stays.get(slot, count)))
+        return Flight(step, rows, len(rows) - len(wanted))
 
     def execute(
         self, flight: Flight, *, change: Change | None = None, between: Callable[[], None] | None = None
@@ -211,7 +222,7 @@ class Driver:
 
     def complete(self, flight: Flight) -> None:
         """Tell the manager what stays."""
-        self.manager.complete(flight.step, [kept for *_, kept in flight.rows])
+        self.manager.complete(flight.step, [kept for *_, kept in flight.rows[flight.batched :]])
 
     def play(self, requests: SequenceOf[Request], sizes: SequenceOf[int] = (1, 1, 2, 5, 11)) -> None:
         """Random ragged steps until every request is computed: singles, chunks, and what fills a block exactly."""

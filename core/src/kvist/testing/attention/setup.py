@@ -40,23 +40,39 @@ class SetupTests(Author):
             raise failure(case, f"page_layout() answered {answers[0]} and then {answers[1]} for one spec")
 
     @pytest.mark.clause("AB-02")
-    def test_specs_it_cannot_serve_are_refused(self, case: Case) -> None:
-        """An unknown stream, and a layer without one of its streams."""
+    def test_streams_it_does_not_know_are_refused(self, case: Case) -> None:
+        """Alone in a layer, or beside the others."""
         first = case.spec.layers[0]
         strange = Stream("no-such-stream", RowFormat((3,), "uint8"), first.streams[0].retention)
-        wrong = [Layer(first.id, (strange,))]
-        if len(first.streams) > 1:
-            wrong += [Layer(first.id, [each for each in first.streams if each is not left]) for left in first.streams]
-        for layer in wrong:
+        for streams in ((strange,), (*first.streams, strange)):
+            spec = attrs.evolve(case.spec, layers=(Layer(first.id, streams),))
+            if self._accepts(case, spec):
+                raise failure(case, f"a layer with streams {_names(spec)} was accepted, expected a SpecError")
+
+    @pytest.mark.clause("AB-02")
+    def test_what_it_accepts_it_can_serve(self, case: Case) -> None:
+        """A layer without one of its streams is refused, or else a backend for it can be made."""
+        first = case.spec.layers[0]
+        for left in first.streams if len(first.streams) > 1 else ():
+            layer = Layer(first.id, [stream for stream in first.streams if stream is not left])
             spec = attrs.evolve(case.spec, layers=(layer,))
-            names = [stream.name for stream in layer.streams]
-            try:
-                self.backend.page_layout(spec)
-            except SpecError:
-                continue
-            except Exception as error:
-                raise failure(case, f"a layer with streams {names} raised {error!r}, expected a SpecError") from error
-            raise failure(case, f"a layer with nothing but streams {names} was accepted, expected a SpecError")
+            if self._accepts(case, spec):
+                try:
+                    self.backend(BackendContext(self._memory(spec, case.device)))
+                except Exception as error:
+                    what = f"a layer with streams {_names(spec)} was accepted, but the constructor raised {error!r}"
+                    raise failure(case, what) from error
+
+    def _accepts(self, case: Case, spec: CacheSpec) -> bool:
+        try:
+            self.backend.page_layout(spec)
+        except SpecError:
+            return False
+        except Exception as error:
+            raise failure(
+                case, f"a layer with streams {_names(spec)} raised {error!r}, expected a SpecError"
+            ) from error
+        return True
 
     @pytest.mark.clause("AB-03")
     def test_construction_leaves_the_pages_alone(self, case: Case) -> None:
@@ -111,3 +127,7 @@ class SetupTests(Author):
         memory = DeviceMemory(layout, device)
         memory.bytes.fill_(NAN)
         return memory
+
+
+def _names(spec: CacheSpec) -> list[str]:
+    return [stream.name for layer in spec.layers for stream in layer.streams]

@@ -72,6 +72,29 @@ class StepTests(Author):
         drive.step([(later, 1)])
 
     @pytest.mark.clause("AB-15")
+    def test_decode_batches_share_arrays_between_steps(self, case: Case) -> None:
+        """Steps of one batch have the same slots, the same object even, while lengths and tables go on."""
+        total = total_tokens(case.spec)
+        drive = self.driver(case, requests=6)
+        requests = [drive.open(total) for _ in range(4)]
+        drive.step([(request, 3 + 2 * index) for index, request in enumerate(requests)])
+        batch = drive.manager.decode_batch()
+        for request in requests[:3]:
+            batch.join(request.sequence)
+        for _ in range(case.spec.block_tokens + 1):
+            flights = [drive.commit([], batch), drive.commit([], batch)]
+            for flight in flights:
+                drive.execute(flight)
+            for flight in flights:
+                drive.complete(flight)
+            if requests[2].left < 5:
+                break
+        batch.leave(requests[1].sequence)
+        batch.join(requests[3].sequence)
+        drive.step([(requests[1], 2)], decode=batch)
+        drive.step([], decode=batch)
+
+    @pytest.mark.clause("AB-15")
     def test_long_and_short_steps_in_turns(self, case: Case) -> None:
         """Scratch that grew for a long step holds its leftovers in a short one; tables grow and are replaced."""
         total = total_tokens(case.spec)
