@@ -6,19 +6,18 @@ from typing import ClassVar
 
 import pytest
 from kit.mutants import specs
-from kit.mutants.managers import MUTANTS, Paged, suite
+from kit.mutants.managers import MUTANTS, suite
 from kit.mutants.planted import listed, planted
 
 from kvist import claim
 from kvist.manager import PagedCacheManager
 from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window
+from kvist.testing.builtin import TestPagedCacheManager
 from kvist.testing.manager import CacheManagerTests
 from kvist.testing.mixes import MIXES, Kind
 from kvist.testing.suites import run
 
-
-class TestPaged(Paged):
-    """As the author of a manager would write it."""
+__all__ = ["TestPagedCacheManager"]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS[len(specs.MUTANTS) :], ids=lambda mutant: mutant.name)
