@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import pytest
 from kit.mutants import specs
-from kit.mutants.managers import MUTANTS, suite
+from kit.mutants.base import find
+from kit.mutants.managers import MUTANTS
 from kit.mutants.planted import listed, planted
 
 from kvist import claim
@@ -22,8 +23,7 @@ __all__ = ["TestPagedCacheManager"]
 
 @pytest.mark.parametrize("mutant", MUTANTS[len(specs.MUTANTS) :], ids=lambda mutant: mutant.name)
 def test_a_mutant_is_found_by_its_clause(mutant) -> None:
-    with suite(mutant.make()) as tests:
-        failures = run(tests, mutant.clause, first=True)
+    failures = find("managers", mutant)
     assert failures
     assert f"\n{mutant.clause} " in str(failures[0]) and "\nchange: " in str(failures[0])
     assert isinstance(failures[0].error, AssertionError), failures
