@@ -11,6 +11,6 @@ from kvist.testing.suites import run
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_the_clauses_test_finds_it(mutant: Mutant) -> None:
-    failures = run(mutant.make(), mutant.clause)
+    failures = run(mutant.make(), mutant.clause, first=True)
     assert failures, f"{mutant.name}: no test of {mutant.clause} failed"
-    assert all(mutant.clause in str(failure) for failure in failures)
+    assert mutant.clause in str(failures[0])

@@ -61,6 +61,6 @@ class AttentionBackend(ABC):
         """Write the layer's new rows, then attend.
 
         ``inputs`` is the family's own frozen class; its tensors are flattened over the step's rows in order, and may
-        be reused by the caller afterwards. Returns ``[token_count, ...]``, of the family's shape (for attention ``[query
-        heads, value head size]``) and in the inputs' dtype, valid until the next call.
+        be reused by the caller afterwards. Returns ``[token_count, ...]``, of the family's shape (``query heads, value
+        head size`` for attention) and in the inputs' dtype, valid until the next call.
         """

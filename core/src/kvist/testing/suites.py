@@ -38,8 +38,9 @@ def marked_tests(suite: type) -> dict[str, tuple[str, ...]]:
     return {name: numbers_of(test) for name, test in found if name.startswith("test_")}
 
 
-def run(suite: type, clause: str | None = None) -> list[Failure]:
-    """Call the tests of a suite, or those of one clause; each on an object of its own. Returns those that failed.
+def run(suite: type, clause: str | None = None, *, first: bool = False) -> list[Failure]:
+    """Call the tests of a suite, or those of one clause; each on an object of its own. Returns those that failed, or
+    only the ``first``.
 
     Raises LookupError when the clause has no test.
     """
@@ -57,6 +58,8 @@ def run(suite: type, clause: str | None = None) -> list[Failure]:
                 continue
             except (Exception, pytest.fail.Exception) as error:
                 failures.append(Failure(label, numbers_of(test), error))
+                if first:
+                    return failures
     return failures
 
 

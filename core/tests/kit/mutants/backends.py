@@ -560,6 +560,14 @@ class NeedsARow(Plain):
         self.longest = int(step.lengths.max())
 
 
+class NothingForNothing(Plain):
+    """An empty tensor of no particular shape."""
+
+    def forward(self, layer_id: int, inputs: GQAInputs) -> torch.Tensor:
+        output = super().forward(layer_id, inputs)
+        return output if len(output) else output.new_empty(0)
+
+
 class CountsByItself(Plain):
     """Keeps the length of every slot: what was in a step is there."""
 
@@ -766,6 +774,7 @@ _FAULTS: tuple[tuple[str, type[AttentionBackend]], ...] = (
     ("AB-15", LooksAtTheLatestStep),
     ("AB-15", KeepsLeftovers),
     ("AB-16", NeedsARow),
+    ("AB-16", NothingForNothing),
     ("AB-17", CountsByItself),
     ("AB-17", DraftsOneColumnEarly),
     ("AB-17", StartsFromTheLastDraft),

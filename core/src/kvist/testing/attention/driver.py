@@ -60,6 +60,11 @@ class Flight:
     rows: list[tuple[Request, int, int, int]]
     batched: int
 
+    @property
+    def singles(self) -> int:
+        """Rows of one token; they come first."""
+        return sum(count == 1 for _, _, count, _ in self.rows)
+
 
 class Driver:
     """One cache with one backend.
@@ -99,6 +104,7 @@ class Driver:
         #: By layer id, every output of the last step.
         self.outputs: dict[int, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
+        self._shapes: dict[int, list[int]] = {}
         self._requests: dict[int, Request] = {}
 
     def _layout(self, tokens: int, foreign: bool) -> Layout:
@@ -149,13 +155,14 @@ class Driver:
             return like.inputs, like.expected
         inputs, expected = {}, {}
         for layer in self.layers:
-            own = self.author.dense(self.case, layer, total, self.generator)
+            own = self._anything(layer, total)
             names = self._names[layer.id] = self.author.names(own, total)
             if like is not None:
                 old = over_tokens(like.inputs[layer.id], names, lambda tensor: tensor[:shared])
                 own = join([old, over_tokens(own, names, lambda tensor: tensor[shared:])], names)
             inputs[layer.id] = own
             expected[layer.id] = exact(self.author.reference(self.case, layer, over_tensors(own, exact)))
+            self._shapes[layer.id] = list(expected[layer.id].shape[1:])
         return inputs, expected
 
     # Steps.
@@ -204,7 +211,7 @@ class Driver:
         if between:
             between()
         for layer in self.layers:
-            inputs = self._inputs(layer.id, flight, step)
+            inputs = self._inputs(layer, flight, step)
             before = InputsCopy(self.case, inputs) if self.watch_inputs else None
             output = self.backend.forward(layer.id, inputs)
             if writes:
@@ -212,7 +219,7 @@ class Driver:
             if before:
                 before.check(layer.id)
                 # The caller reuses them.
-                over_tokens(inputs, self._names[layer.id], lambda tensor: tensor.fill_(-77))
+                over_tokens(inputs, self._names[layer.id], lambda tensor: tensor.fill_(77))
             if between:
                 between()
             self._compare(layer.id, output, flight, step)
@@ -244,52 +251,49 @@ class Driver:
             self.step([(request, request.sequence.next_end(length) - request.sequence.computed)])
 
     def _poison(self) -> None:
-        """Overwrite every page that nobody holds or can find, and the reserved ones."""
+        """Overwrite every page that nobody holds or can find, and the reserved ones. The copies of steps in flight have
+        to be done by then: what they copy from may be free."""
         for group in range(len(self.layout.groups)):
             pages = self.memory.pages(group)
             free = torch.from_numpy(self.manager.free_pages(group).astype(np.int64)).to(pages.device)
             pages[free] = self.poison
             pages[0] = self.poison
 
-    def _inputs(self, layer_id: int, flight: Flight, step: Step) -> Any:
-        names = self._names[layer_id]
-        parts = [self._row(layer_id, names, *row) for row in flight.rows]
+    def _inputs(self, layer: Layer, flight: Flight, step: Step) -> Any:
+        names = self._names[layer.id]
+        parts = [self._row(layer, names, *row) for row in flight.rows]
         if padded := step.row_count - len(parts):
             # One token of anything for each padding row, which stand where the other single tokens end.
-            count = int((flight.step.query_lengths == 1).sum())
-            layer = next(layer for layer in self.layers if layer.id == layer_id)
-            parts[count:count] = [self.author.dense(self.case, layer, padded, self.generator)]
+            parts[flight.singles : flight.singles] = [self._anything(layer, padded)]
         if not parts:
-            layer = next(layer for layer in self.layers if layer.id == layer_id)
-            one = self.author.dense(self.case, layer, 1, self.generator)
-            names = self._names[layer_id] = self.author.names(one, 1)
-            parts = [over_tokens(one, names, lambda tensor: tensor[:0])]
+            parts = [over_tokens(self._anything(layer, 1), names, lambda tensor: tensor[:0])]
         joined = join(parts, names)
         return over_tokens(joined, names, strided if self.strided else torch.clone)
 
-    def _row(self, layer_id: int, names: list[str], request: Request, first: int, count: int, kept: int) -> Any:
-        content = request.inputs[layer_id]
-        real = over_tokens(content, names, lambda tensor: tensor[first : first + kept])
+    def _row(self, layer: Layer, names: list[str], request: Request, first: int, count: int, kept: int) -> Any:
+        real = over_tokens(request.inputs[layer.id], names, lambda tensor: tensor[first : first + kept])
         if kept == count:
             return real
-        layer = next(layer for layer in self.layers if layer.id == layer_id)
-        junk = self.author.dense(self.case, layer, first + count, self.generator)
-        return join([real, over_tokens(junk, names, lambda tensor: tensor[first + kept :])], names)
+        junk = over_tokens(self._anything(layer, first + count), names, lambda tensor: tensor[first + kept :])
+        return join([real, junk], names)
+
+    def _anything(self, layer: Layer, token_count: int) -> Any:
+        return self.author.dense(self.case, layer, token_count, self.generator)
 
     def _compare(self, layer_id: int, output: torch.Tensor, flight: Flight, step: Step) -> None:
         where = f"layer {layer_id}: the output"
-        shape = list(flight.rows[0][0].expected[layer_id].shape[1:]) if flight.rows else list(output.shape[1:])
-        if list(output.shape) != [step.token_count, *shape]:
-            raise failure(self.case, f"{where} has shape {list(output.shape)}, expected {[step.token_count, *shape]}")
+        shape = [step.token_count, *self._shapes[layer_id]]
+        if list(output.shape) != shape:
+            raise failure(self.case, f"{where} has shape {list(output.shape)}, expected {shape}")
         if output.dtype != getattr(torch, self.case.dtype):
             raise failure(self.case, f"{where} is {output.dtype}, the inputs are torch.{self.case.dtype}")
         self.outputs[layer_id] = output.clone()
         got = exact(output)
         tolerance = self.case.tolerance
         padded = step.row_count - len(flight.rows)
-        start, singles = 0, int((flight.step.query_lengths == 1).sum())
+        start = 0
         for row, (request, first, count, kept) in enumerate(flight.rows):
-            if row == singles:
+            if row == flight.singles:
                 start += padded
             expected = request.expected[layer_id][first : first + kept]
             off = (got[start : start + kept] - expected).abs()
