@@ -102,7 +102,12 @@ def test_the_plugin_passes_the_kit(made):
             "",
             "AB-04 Outputs are those of dense",
         ),
-        ("retention", "end = begin // block_tokens", "end = begin // block_tokens + 1", "retention_is_its_definition"),
+        (
+            "retention",
+            "end = begin // block_tokens",
+            "end = begin // block_tokens + 1",
+            "CM-04 A retention tells what queries read",
+        ),
     ],
     ids=["attends across chunks", "drops a block too early"],
 )
@@ -114,7 +119,7 @@ def test_the_faults_that_it_suggests_are_found(made, file, old, new, told):
     path.write_text(right.replace(old, new))
     try:
         with pytest.raises(AssertionError) as caught:
-            ran(["pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or retention"], folder, environ)
+            ran(["pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestSpec"], folder, environ)
     finally:
         path.write_text(right)
     assert told in str(caught.value)

@@ -17,6 +17,7 @@ from kvist.plugins import plan
 from kvist.template import create, plugin_files
 from kvist.template.command import command
 from kvist.testing.packaging import PluginTests
+from kvist.testing.spec import CacheSpecTests
 
 ROOT = Path(__file__).parents[3]
 CORE_VERSION = importlib_metadata.version("kvist")
@@ -53,7 +54,8 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path):
         text=True,
     )
     assert ran.returncode == 0, ran.stdout
-    assert f"{len([name for name in dir(PluginTests) if name.startswith('test_')])} passed" in ran.stdout
+    tests = [name for suite in (PluginTests, CacheSpecTests) for name in dir(suite) if name.startswith("test_")]
+    assert f"{len(tests)} passed" in ran.stdout
 
 
 def test_a_new_plugin_has_the_spec_that_it_describes(tmp_path):
