@@ -55,7 +55,7 @@ def test_a_manager_for_one_family_names_what_it_serves() -> None:
 
         def spec(self):
             rows = [Stream(name, RowFormat((2, 8), "bfloat16"), History()) for name in ("k", "v")]
-            return CacheSpec([Layer(0, rows), Layer(3, rows)], 8, "mine", vocab_size=300, max_tokens=500)
+            return CacheSpec([Layer(0, rows), Layer(3, rows)], 4, "mine", vocab_size=300, max_tokens=500)
 
     assert run(Plain) == []
     assert Plain.asked == {()}
