@@ -19,6 +19,9 @@ from kvist.testing.conform_command import command
 
 CORE = Path(__file__).parents[2]
 
+#: As the entry point of the command would call it.
+COMMAND = "import typer; from kvist.testing.conform_command import command; typer.run(command)"
+
 ENTRY = """
 from kvist.hookspecs import hookimpl
 from kvist.records import CacheManagerInfo
@@ -156,6 +159,20 @@ def test_a_checkout_is_tested_with_its_own_tests(tmp_path):
     assert result.count("passed") == 1 and result.origin == str(tmp_path)
 
 
+def test_a_checkout_that_makes_errors_of_warnings(tmp_path):
+    """The command has imported a part of the kit before pytest could rewrite its asserts."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = -ra\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.clause('CM-13')\ndef test_one(): pass\n")
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMAND, "odd", "--path", str(tmp_path), "--badge"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("![1 clauses passed")
+
+
 def test_what_is_wrong_is_said_in_words(tmp_path, monkeypatch):
     with pytest.raises(PluginError) as caught:
         conform("bultin")
@@ -219,6 +236,8 @@ def test_the_command_prints_json_a_table_or_a_badge(tmp_path, capsys):
             assert "CM-13 Scopes never share: test_one" in printed
             assert f"change: {clauses()['CM-13'].change.split(',')[0]}" in printed
             assert "0 passed, 1 failed, 0 not applicable" in printed
+            # What was not tried for one reason is one row.
+            assert "12 clauses" in printed and "20 clauses" in printed and "CM-02" not in printed
     other = tmp_path / "other"
     other.mkdir()
     (other / "test_other.py").write_text("import pytest\n@pytest.mark.clause('CM-13')\ndef test_one(): pass\n")

@@ -14,11 +14,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Literal
 
@@ -174,9 +175,14 @@ def _run_installed(record: PluginRecord, progress: Callable[[str], None]) -> lis
 def _run(arguments: Sequence[str], progress: Callable[[str], None]) -> list[Test]:
     """Run pytest in this process, without the plugins of the environment. Raises PluginError if it cannot collect."""
     listener = _Listener(progress)
-    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "kvist.testing.plugin"]
-    with _variable("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"), _variable("PYTEST_ADDOPTS", ""):
-        code = pytest.main([*arguments, *quiet], plugins=[listener])
+    options = ["-p", "no:cacheprovider", "-p", "kvist.testing.plugin"]
+    # What pytest prints for people is not wanted here; its options may be in a checkout's configuration.
+    with (
+        _variable("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),
+        _variable("PYTEST_ADDOPTS", ""),
+        redirect_stdout(io.StringIO()),
+    ):
+        code = pytest.main([*arguments, *options], plugins=[listener])
     if listener.faults:
         raise PluginError("the suites cannot be collected:\n" + "\n".join(listener.faults))
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:

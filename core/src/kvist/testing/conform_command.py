@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,13 +75,19 @@ def _print_table(result: Conformance) -> None:
     table = Table(title=f"{result.plugin} of {result.origin}, contract of kvist {result.core_version}")
     for heading in ("clause", "title", "outcome", "tests", "remarks"):
         table.add_column(heading, overflow="fold")
-    for outcome in result.outcomes:
+    # Neighbours that were not tried, for one reason, share a row.
+    for _, group in groupby(
+        result.outcomes, lambda each: each.clause if each.tests else (each.clause.part, each.notes)
+    ):
+        same = list(group)
+        first, last = same[0], same[-1]
+        alone = len(same) == 1
         table.add_row(
-            outcome.clause.number,
-            Text(outcome.clause.title),
-            Text(outcome.status, style=colours[outcome.status]),
-            str(len(outcome.tests)),
-            Text("\n".join(outcome.notes)),
+            first.clause.number if alone else f"{first.clause.number} to {last.clause.number}",
+            Text(first.clause.title if alone else f"{len(same)} clauses"),
+            Text(first.status, style=colours[first.status]),
+            str(len(first.tests)),
+            Text("\n".join(first.notes)),
         )
     console = Console()
     console.print(table)
@@ -94,4 +101,5 @@ def _print_table(result: Conformance) -> None:
     counts = [f"{result.count(status)} {status}" for status in colours]  # type: ignore[arg-type]
     console.print(Text("\n" + ", ".join(counts)))
     if result.conforms:
-        console.print(Text(f"For a README: {result.badge}"))
+        # In one line, whatever the terminal's width.
+        typer.echo(f"For a README: {result.badge}")
