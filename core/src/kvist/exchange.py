@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.handover import Hold, Landing
+from kvist.layout import KEPT_ROLLBACK
 from kvist.prefix.match import Match
 from kvist.residents import Residents
 from kvist.sequence import Sequence, as_prompt, frozen_tokens
@@ -126,12 +127,12 @@ class Exchange(Residents):
         return needs
 
     def _lacking(self, sequence: Sequence, group: int, length: int) -> npt.NDArray[np.bool_]:
-        """Per block of a window, is it read after ``length`` tokens, and not here?"""
+        """Per block of a window, would a sequence that has computed ``length`` tokens keep it, and is it not here?"""
         blocks = -(-length // self._block)
         self._tables.ensure_blocks(blocks)
-        live = np.zeros(blocks, np.bool_)
-        for low, high in self.layout.groups[group].retention.live(length, self._block):
-            live[low:high] = True
+        live = np.ones(blocks, np.bool_)
+        for low, high in self.layout.groups[group].retention.droppable(length, KEPT_ROLLBACK, self._block):
+            live[low:high] = False
         live &= self._tables.arrays[group][sequence.slot, :blocks] == NO_PAGE
         return live
 
