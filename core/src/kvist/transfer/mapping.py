@@ -78,19 +78,27 @@ class Mapping:
         self._turns = math.lcm(sender.context_count, *replicas) * sender.context_count
 
     def fragments(
-        self, source_pages: Sequence[IntArray], destination_pages: Sequence[IntArray], turn: int = 0
+        self,
+        source_pages: Sequence[IntArray | None],
+        destination_pages: Sequence[IntArray],
+        turn: int = 0,
+        span: tuple[int, int] | None = None,
     ) -> Fragments:
         """What to copy, in bytes of the two arenas.
 
         source_pages, destination_pages: per group of the sender and the receiver int32 ``[blocks]``, positional; of
-            groups with a single page, that page. turn: which of the ranks that have the same bytes sends them; any
-            number, the same for all senders of one request.
+            groups with a single page, that page. ``None`` leaves a group of the sender out.
+        turn: which of the ranks that have the same bytes sends them; any number, the same for all senders of one
+            request.
+        span: token positions ``(begin, end)``, the first at a block of both sides; all by default. Does not concern
+            groups with a single page.
         Raises TransferError when the receiver has a page for a block that this sender ought to have and does not.
         """
-        made = [
-            self._copy(group, source_pages[group.source], destination_pages[group.destination], turn)
-            for group in self._groups.values()
-        ]
+        made = []
+        for group in self._groups.values():
+            pages = source_pages[group.source]
+            if pages is not None:
+                made.append(self._copy(group, pages, destination_pages[group.destination], turn, span))
         sources, destinations, counts = (
             np.concatenate([each[index] for each in made]) if made else np.empty(0, np.int64) for index in range(3)
         )
@@ -98,7 +106,12 @@ class Mapping:
         return Fragments(sources, destinations, counts)
 
     def _copy(
-        self, group: _GroupMapping, source_pages: IntArray, destination_pages: IntArray, turn: int
+        self,
+        group: _GroupMapping,
+        source_pages: IntArray,
+        destination_pages: IntArray,
+        turn: int,
+        span: tuple[int, int] | None,
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         sender, receiver = group.sender, group.receiver
         if sender.single:
@@ -111,6 +124,9 @@ class Mapping:
             count = self._sender.context_count
             per_block = self._sender.block_tokens // self._piece_tokens
             ours = np.arange(len(destinations)) // per_block % count == self._sender.context_rank
+            if span is not None:
+                ours[: span[0] // self._piece_tokens] = False
+                ours[-(-span[1] // self._piece_tokens) :] = False
         length = min(len(sources), len(destinations))
         wanted = (destinations != NO_PAGE) & ours
         there = np.zeros(len(destinations), np.bool_)
@@ -216,3 +232,24 @@ def _pieces(pages: IntArray, per_block: int) -> tuple[IntArray, Int64Array]:
     if per_block == 1:
         return pages, np.zeros(len(pages), np.int64)
     return np.repeat(pages, per_block), np.tile(np.arange(per_block), len(pages))
+
+
+def wanted_bytes(
+    receiver: PageTable, senders: Sequence[PageTable], pages: Sequence[IntArray], length: int | None = None
+) -> int:
+    """Bytes that all ``senders`` together write to the receiver's ``pages``, as far as they hold ``length`` tokens:
+    what the sum of their reports is compared with."""
+    known = {part.key for sender in senders for group in sender.groups for part in group.parts}
+    piece_tokens = math.gcd(receiver.block_tokens, *(sender.block_tokens for sender in senders))
+    total = 0
+    for group, ids in zip(receiver.groups, pages):
+        count, per_block = int(np.count_nonzero(ids != NO_PAGE)), 1
+        if not group.single:
+            per_block = receiver.block_tokens // piece_tokens
+            there = np.repeat(ids, per_block) != NO_PAGE
+            count = int(np.count_nonzero(there if length is None else there[: -(-length // piece_tokens)]))
+        for part in group.parts:
+            if part.key in known:
+                whole = part.row_count * part.row_bytes if part.run_rows else part.byte_count
+                total += count * (whole // per_block)
+    return total
