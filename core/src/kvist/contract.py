@@ -126,6 +126,10 @@ class CacheManager(Protocol):
         while a step that is still to run copies one of its pages.
         """
 
+    def lend(self, sequence: Sequence) -> Hold:
+        """Keep the whole blocks that a sequence has published, for somebody who reads them while it goes on: those of
+        groups that keep every block. Raises StateError as ``hand_over`` does."""
+
     def land(self, tokens: npt.ArrayLike, scope: Scope = ..., *, length: int | None = ...) -> Landing:
         """A new sequence for ``tokens``, the rows of the first ``length`` of which (default: of all) are to be written
         by somebody else: it holds what is cached, whole blocks only, and new pages for the rest. Nothing can be done

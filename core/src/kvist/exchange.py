@@ -29,20 +29,19 @@ class Exchange(Residents):
                 "hand_over() of a sequence that has computed nothing, is suspended or loading",
                 hint="complete a step of it first",
             )
-        for group, in_use in zip(self.layout.groups, self._pages_in_use()):
-            count = sequence.state_columns if group.exact else sequence.block_count
-            row = self._tables.arrays[group.index][sequence.slot, :count]
-            if in_use and np.isin(row, in_use).any():
-                raise StateError(
-                    "hand_over() of a sequence whose pages a step that is still to run copies",
-                    hint="complete that step first",
-                )
+        self._refuse_copied(sequence, "hand_over()")
         states = self._handovers.lease_states(sequence)
         self._tally.catch_up((sequence,))
         self._publish_all(sequence)
         hold = self._handovers.keep(sequence, computed, states)
         self._end(sequence)
         return hold
+
+    def lend(self, sequence: Sequence) -> Hold:
+        self._require_idle(sequence, "lend()")
+        self._refuse_copied(sequence, "lend()")
+        self._epoch += 1
+        return self._handovers.lend(sequence)
 
     def land(self, tokens: npt.ArrayLike, scope: Scope = _DEFAULT_SCOPE, *, length: int | None = None) -> Landing:
         prompt = frozen_tokens(as_prompt(tokens, self.layout.spec))
@@ -99,6 +98,16 @@ class Exchange(Residents):
         hold = self._handovers.keep(sequence, 0, self._handovers.lease_states(sequence))
         self._end(sequence)
         return hold
+
+    def _refuse_copied(self, sequence: Sequence, call: str) -> None:
+        for group, in_use in zip(self.layout.groups, self._pages_in_use()):
+            count = sequence.state_columns if group.exact else sequence.block_count
+            row = self._tables.arrays[group.index][sequence.slot, :count]
+            if in_use and np.isin(row, in_use).any():
+                raise StateError(
+                    f"{call} of a sequence whose pages a step that is still to run copies",
+                    hint="complete that step first",
+                )
 
     def _require_landing(self, sequence: Sequence, call: str) -> None:
         self._require_own(sequence, call)

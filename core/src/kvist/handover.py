@@ -19,7 +19,7 @@ from kvist.tiers.level import Pin
 
 @attrs.define(eq=False)
 class Hold:
-    """Keeps the pages of a sequence that is closed. Made by ``manager.hand_over`` and ``manager.give_up``.
+    """Keeps pages of a sequence, whatever becomes of it. Made by ``manager.hand_over``, ``lend`` and ``give_up``.
 
     length: tokens whose rows are there.
     pages: per group int32 ``[blocks]``, the page of each block ordinal, NO_PAGE where there is none; of groups with one
@@ -132,6 +132,19 @@ class Handovers:
         pin = Pin(sequence.tip, kept, read)
         self.pins.append(pin)
         return Hold(length, tuple(listed), lambda: self._unpin(pin))
+
+    def lend(self, sequence: Sequence) -> Hold:
+        """Keep what a sequence has published of dense groups, which goes on."""
+        nothing: IntArray = np.empty(0, np.int32)
+        rows = [
+            nothing if group.sparse else self._tables.arrays[group.index][sequence.slot, : sequence.shared].copy()
+            for group in self._groups
+        ]
+        if sequence.tip is not None:
+            self._tree.hold(sequence.tip)
+        pin = Pin(sequence.tip, [nothing for _ in rows], rows)
+        self.pins.append(pin)
+        return Hold(sequence.published, tuple(rows), lambda: self._unpin(pin))
 
     def _unpin(self, pin: Pin) -> None:
         self.pins.remove(pin)

@@ -36,13 +36,15 @@ class Patience:
     """All waits, in seconds.
 
     request_s: until a request must have ended, unless it says another time. alive_s: between signs of life. silent_s:
-        without one, until a peer with open requests counts as gone. remember_s: how long a sender knows of a request
-        that has ended, so that whoever asks late is told why.
+        without one, until a peer with open requests counts as gone. settle_s: after the end of a request, until a peer
+        that has not answered or reported is disconnected, where that ends its access. remember_s: how long a sender
+        knows of a request that has ended, so that whoever asks late is told why.
     """
 
     request_s: float = 60.0
     alive_s: float = 1.0
     silent_s: float = 5.0
+    settle_s: float = 10.0
     remember_s: float = 60.0
 
 

@@ -66,11 +66,11 @@ class Switchboard:
     def say(self, partner: Partner, message: Wire) -> bool:
         if partner.gone:
             return False
+        partner.told_s = self._clock()
         try:
             self.transport.message(partner.peer, encode(message))
         except TransferError:
             return False
-        partner.told_s = self._clock()
         return True
 
     def over(self, partner: Partner, request: str, attempt: int) -> None:
@@ -104,7 +104,7 @@ class Switchboard:
                 try:
                     self._hear(partner, decode(event.data), now_s)
                 except TransferError as error:
-                    self._lose(partner, error.message, now_s, fenced=False)
+                    self._lose(partner, error.message, now_s)
         elif isinstance(event, Done):
             self._tokens.pop(event.token).written(event.token, now_s)
         elif isinstance(event, Failed):
@@ -154,7 +154,7 @@ class Switchboard:
         if message.attempt:
             self.over(partner, message.request, message.attempt)
 
-    def _lose(self, partner: Partner, reason: str, now_s: float, *, fenced: bool) -> None:
+    def _lose(self, partner: Partner, reason: str, now_s: float, *, fenced: bool = False) -> None:
         partner.gone = partner.gone or reason
         self._forget_early(lambda _, entry: entry[0] is partner)
         for incoming in list(self._incoming.values()):
@@ -171,6 +171,9 @@ class Switchboard:
             if session.outcome is None and now_s >= session.deadline_s:
                 waited = session.deadline_s - session.began_s
                 session.cancel(Outcome(Status.TIMED_OUT, f"it did not end within {waited:g} s"), now_s)
+        for session, partner in self._unsettled():
+            if now_s >= session.ended_s + self._patience.settle_s:
+                self._lose(partner, f"a write was not settled within {self._patience.settle_s:g} s", now_s)
         late = self._forget_early(lambda _, entry: now_s >= entry[2])
         for partner, publish, _ in late:
             reason = "nobody has offered the request"
@@ -189,7 +192,7 @@ class Switchboard:
         if silent_s >= self._patience.silent_s and not partner.unwell:
             partner.unwell = f"no sign of life for {silent_s:g} s"
             if capabilities.grants or capabilities.close_is_fence:
-                self._lose(partner, partner.unwell, now_s, fenced=False)
+                self._lose(partner, partner.unwell, now_s)
                 return
             # To disconnect would not stop its writes, and we would never learn when they end.
             for incoming in list(self._incoming.values()):
@@ -221,6 +224,7 @@ class Switchboard:
         due = [session.deadline_s for session in self._sessions if session.outcome is None]
         due += [until_s for entries in self._early.values() for _, _, until_s in entries]
         due += [until_s for _, until_s in self._ended.values()]
+        due += [session.ended_s + self._patience.settle_s for session, _ in self._unsettled()]
         for partner in self._needed():
             due.append(partner.told_s + self._patience.alive_s)
             if not partner.unwell:
@@ -243,6 +247,18 @@ class Switchboard:
         found = {id(partner): partner for session in self._sessions for partner in session.partners}
         found.update((id(partner), partner) for entries in self._early.values() for partner, _, _ in entries)
         return [partner for partner in found.values() if not partner.gone]
+
+    def _unsettled(self) -> list[tuple[Session, Partner]]:
+        """What has ended and is not quiescent, and would be if the partner were disconnected: what we write ends with
+        the connection, what is written here only where that is promised."""
+        fence = self.transport.capabilities.close_is_fence
+        return [
+            (session, partner)
+            for session in self._sessions
+            if session.outcome is not None and (fence or isinstance(session, Outgoing))
+            for partner in session.partners
+            if not partner.gone
+        ]
 
     def _forget_early(
         self, which: Callable[[str, tuple[Partner, Publish, float]], bool]
