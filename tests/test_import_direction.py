@@ -25,6 +25,7 @@ ORDER = [
     {"ledger"},
     {"prefix"},
     {"events"},
+    {"watches"},
     {"policies"},
     {"keeper"},
     {"eviction"},

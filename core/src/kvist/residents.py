@@ -185,6 +185,8 @@ class Residents(Books):
     def poll(self) -> None:
         if self._lower is not None and self._lower.poll():
             self._epoch += 1
+        if self._events is not None:
+            self._events.catch_up()
 
     @property
     def copying(self) -> int:

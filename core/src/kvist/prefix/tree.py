@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from kvist.memory.diskstats import Reason
 from kvist.prefix.extent import Extent, order_key
 from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
@@ -256,7 +257,7 @@ class PrefixTree:
             seen.add(id(extent))
             yield extent
 
-    def truncate(self, extent: Extent, block_count: int) -> IntArray:
+    def truncate(self, extent: Extent, block_count: int, reason: Reason = "evicted") -> IntArray:
         """Keep the first ``block_count`` blocks of an idle leaf; with 0 the extent is removed, and its parent may
         become a leaf. Returns the pages ``[groups, n]`` that left the tree. Mutates."""
         assert not extent.children and not extent.holds
@@ -264,7 +265,7 @@ class PrefixTree:
         assert parent is not None
         self.idle_blocks -= extent.block_count - block_count
         if self.watcher is not None and not extent.stale:
-            self.watcher.truncated(extent, block_count)
+            self.watcher.truncated(extent, block_count, reason)
         if block_count:
             removed = extent.cut(block_count)
             self.offer(extent)
@@ -295,7 +296,7 @@ class PrefixTree:
                 order.extend(extent.children.values())
             if self.watcher is not None:
                 for extent in reversed(order):
-                    self.watcher.forgotten(extent)
+                    self.watcher.truncated(extent, 0, "cleared")
             removed += [self.truncate(extent, 0) for extent in reversed(order) if not extent.holds]
             kept += [extent for extent in order if extent.holds]
         self.roots.clear()

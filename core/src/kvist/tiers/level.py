@@ -79,7 +79,6 @@ class Level:
     def __init__(self, tier: Tier, tree: PrefixTree, ledger: Ledger) -> None:
         self.tier = tier
         self.tree = tree
-        self._keeper = Keeper(tree, None)
         self.ledger = ledger
         self._keeper = Keeper(tree, None)
         self.block = ledger.layout.block_tokens
@@ -241,8 +240,8 @@ class Level:
                 if any(node.holds for node in order):
                     return
                 for node in reversed(order[1:]):
-                    self._unpublish([self.tree.truncate(node, 0)])
-                self._unpublish([self.tree.truncate(extent, ordinal - extent.start // self.block)])
+                    self._unpublish([self.tree.truncate(node, 0, "failed")])
+                self._unpublish([self.tree.truncate(extent, ordinal - extent.start // self.block, "failed")])
 
     def touch(self, extent: Extent) -> None:
         """Count a use of an extent and of everything above it. Mutates."""
