@@ -167,7 +167,7 @@ class Listener:
         return events
 
     def snapshot(self) -> Snapshot:
-        """The whole index now, of every tier. Drops the events not taken; the next one has the snapshot's number plus 1.
+        """The whole index now, of every tier. Drops the events not taken; the next one follows the snapshot's number.
 
         Costs a hash for every block of the index that was never named. Raises StateError if the listener is closed.
         """
