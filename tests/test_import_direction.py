@@ -23,6 +23,7 @@ ORDER = [
     {"keys"},
     {"memory"},
     {"ledger"},
+    {"wishes"},
     {"prefix"},
     {"events"},
     {"watches"},

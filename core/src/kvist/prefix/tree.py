@@ -14,6 +14,7 @@ from kvist.prefix.extent import Extent, order_key
 from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
 from kvist.step import IntArray
+from kvist.wishes import NO_WISH, Wish, strongest
 
 
 @attrs.define(eq=False)
@@ -71,6 +72,8 @@ class PrefixTree:
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
+        #: Did anybody ever make a wish?
+        self.wished = False
         #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
         self.watcher: IndexWatcher | None = None
         #: Where somebody wants to know of them: extents that became idle, each with the path to it.
@@ -115,12 +118,15 @@ class PrefixTree:
         self.extent_count += 1
         return extent.split(block_count)
 
-    def insert(self, scope: Scope, run: IntArray, pages: IntArray, tip: Extent | None = None) -> Inserted:
+    def insert(
+        self, scope: Scope, run: IntArray, pages: IntArray, tip: Extent | None = None, wish: Wish = NO_WISH
+    ) -> Inserted:
         """Add a run of tokens with their pages; known blocks keep their own pages. Mutates.
 
         run: tokens from position 0 on, or with ``tip``, which the caller holds, from its end on; may be kept and must
             never change.
         pages: int32 ``[groups, blocks]`` of the run; copied.
+        wish: of the blocks that are new. Known ones keep theirs.
 
         An open last block that is already covered by a longer or equal run is left out; one that an idle open block
         is a prefix of replaces that block.
@@ -135,6 +141,8 @@ class PrefixTree:
             node = last
             if matched == last.length and matched % block and known < len(run) and not last.holds:
                 # The known tail is an open block and a prefix of ours: ours takes its place.
+                if last.wish != wish:
+                    whole = self._apart(last, whole, wish)
                 run, pages = run[covered * block :], pages[:, covered:]
                 replaced = last.cut(whole)
                 last.append(run, pages)
@@ -163,12 +171,18 @@ class PrefixTree:
             covered = 0
             node = tip if tip is not None else self._root(scope)
         holds = node.holds
-        if node.parent is not None and not node.children and (not holds or (holds == 1 and node is tip)):
+        if (
+            node.parent is not None
+            and not node.children
+            and (not holds or (holds == 1 and node is tip))
+            and (node.wish is wish or node.wish == wish)
+        ):
             node.append(run, pages)
         else:
             child = Extent(block, node, node.start + node.length, run, pages)
             child.last_used = self.clock
             child.stale = node.stale
+            child.wish = wish
             node.add_child(child)
             self.extent_count += 1
             node, holds = child, 0
@@ -177,6 +191,26 @@ class PrefixTree:
         if self.watcher is not None and not node.stale:
             self.watcher.inserted(node, node.block_count - pages.shape[1])
         return Inserted(node, covered, pages.shape[1], None)
+
+    def wish(self, tip: Extent, low: int, high: int, wish: Wish) -> None:
+        """Let blocks ``low .. high - 1`` on the path to ``tip``, counted from the root, have ``wish``, except where
+        their own is stronger. Splits extents whose blocks would differ. Mutates."""
+        node = tip
+        while node.parent is not None and node.end > low * self.block_tokens:
+            first = node.start // self.block_tokens
+            if first < high and strongest(node.wish, wish) != node.wish:
+                node = self.split_at(node, high - first)
+                if first < low:
+                    self.split_at(node, low - first)
+                node.wish = wish
+                self.wished = True
+            assert node.parent is not None
+            node = node.parent
+
+    def priority(self, extent: Extent) -> int:
+        """What is wished for an extent now."""
+        wish = extent.wish
+        return wish.priority if self.clock - extent.last_used < wish.lifetime_tokens else 0
 
     def hold(self, extent: Extent) -> None:
         """Keep ``extent``, all of it, and everything above it. Mutates."""
@@ -319,6 +353,14 @@ class PrefixTree:
             root = self.roots[scope] = _Root(self.block_tokens, None, 0, np.empty(0, np.int32), nothing)
             root.scope = scope
         return root
+
+    def _apart(self, extent: Extent, whole: int, wish: Wish) -> int:
+        """Make the open block behind the first ``whole`` ones an extent of its own with the stronger wish, before
+        another takes its place. Returns the whole blocks that are in one with it then: none."""
+        if whole:
+            self.split_at(extent, whole)
+        extent.wish = strongest(extent.wish, wish)
+        return 0
 
     def _compact_heap(self) -> None:
         latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
