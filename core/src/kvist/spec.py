@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -227,11 +227,15 @@ class ScaleFormat:
         return self.count * _element_bytes(self.dtype, "scale")
 
 
+def _sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
 @attrs.frozen
 class RowFormat:
     """One row: ``shape`` elements of ``dtype`` (a key of :data:`ELEMENT_BYTES`), plus optional inline scales."""
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_sizes)
     dtype: str
     scale: ScaleFormat | None = None
 
@@ -285,12 +289,16 @@ class Stream:
             raise SpecError(f"stream {self.name!r}: tokens_per_row={self.tokens_per_row} must be at least 1")
 
 
+def _streams(streams: Iterable[Stream]) -> tuple[Stream, ...]:
+    return tuple(streams)
+
+
 @attrs.frozen
 class Layer:
     """One layer that keeps something. ``id`` is the model's own layer number."""
 
     id: int
-    streams: tuple[Stream, ...] = attrs.field(converter=tuple)
+    streams: tuple[Stream, ...] = attrs.field(converter=_streams)
 
     def __attrs_post_init__(self) -> None:
         names = [stream.name for stream in self.streams]
@@ -298,6 +306,10 @@ class Layer:
             raise SpecError(f"layer {self.id} has no streams", hint="leave layers that keep nothing out of the spec")
         if len(set(names)) != len(names):
             raise SpecError(f"layer {self.id} names a stream twice: {names}")
+
+
+def _layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    return tuple(layers)
 
 
 @attrs.frozen
@@ -312,7 +324,7 @@ class CacheSpec:
     vocab_size: token ids are below this; ``None`` when unknown, then ids are only checked to be >= 0.
     """
 
-    layers: tuple[Layer, ...] = attrs.field(converter=tuple)
+    layers: tuple[Layer, ...] = attrs.field(converter=_layers)
     block_tokens: int
     fingerprint: str
     domain: str = "target"
@@ -336,6 +348,18 @@ class CacheSpec:
                         hint=f"use a multiple of {stream.tokens_per_row}",
                     )
 
+    def only(self, stream_names: Collection[str]) -> CacheSpec:
+        """The same spec with these streams only, for what serves a part of it; layers left without any are dropped.
+
+        Raises SpecError when no layer has any of them.
+        """
+        kept = [(layer.id, [each for each in layer.streams if each.name in stream_names]) for layer in self.layers]
+        return attrs.evolve(self, layers=[Layer(id_, streams) for id_, streams in kept if streams])
+
+
+def _media(items: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    return tuple(items)
+
 
 @attrs.frozen(cache_hash=True)
 class Scope:
@@ -348,7 +372,7 @@ class Scope:
 
     adapter: str = ""
     salt: str = ""
-    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=tuple)
+    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=_media)
 
     def digest(self) -> bytes:
         """32 bytes, equal in every process for equal content."""

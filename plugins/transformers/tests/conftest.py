@@ -121,7 +121,7 @@ def greedy() -> Callable[[Any, Any, int], list[int]]:
 def make_hostile(engine: Engine, seed: int = 0) -> None:
     """Free pages are handed out in random order and hold NaN; the manager is checked before every step."""
     rng = np.random.default_rng(seed)
-    begin = engine.backend.begin
+    begin = engine.backends.begin
     engine.manager.shuffle_free_pages(rng)
 
     def poisoned_begin(step: Any) -> None:
@@ -132,7 +132,7 @@ def make_hostile(engine: Engine, seed: int = 0) -> None:
             engine.memory.pages(group)[free] = 255
         begin(step)
 
-    engine.backend.begin = poisoned_begin
+    engine.backends.begin = poisoned_begin
 
 
 @pytest.fixture

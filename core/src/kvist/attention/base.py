@@ -22,9 +22,12 @@ class BackendContext:
     """What a backend is built from. May gain attributes in later versions; never loses one within a major.
 
     memory: the device memory; ``memory.layout`` is the layout built with this backend's own page layout.
+    spec: the layers and streams that the backend serves: all of the memory's, or its part of a cache that several
+        backends share, see :class:`~kvist.attention.families.Backends`.
     """
 
     memory: DeviceMemory
+    spec: CacheSpec = attrs.field(default=attrs.Factory(lambda self: self.memory.layout.spec, takes_self=True))
 
 
 class AttentionBackend(ABC):

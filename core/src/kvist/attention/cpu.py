@@ -69,7 +69,7 @@ class NativeCpuBackend(AttentionBackend):
         self._memory = memory
         self._layers: dict[int, tuple[GQALayer, LayerArguments]] = {}
         self._groups: dict[int, StepArguments] = {}
-        for spec_layer in memory.layout.spec.layers:
+        for spec_layer in context.spec.layers:
             layer = gqa_layer(spec_layer, self.name, tuple(_DTYPES))
             group, key = memory.layout.part(layer.id, "k")
             _, value = memory.layout.part(layer.id, "v")

@@ -67,7 +67,7 @@ class TorchCpuBackend(AttentionBackend):
         memory = context.memory
         self._block_tokens = memory.layout.block_tokens
         self._views: dict[int, _Views] = {}
-        for spec_layer in memory.layout.spec.layers:
+        for spec_layer in context.spec.layers:
             layer = gqa_layer(spec_layer, self.name)
             dtype: torch.dtype = getattr(torch, layer.dtype)
             key, value = (

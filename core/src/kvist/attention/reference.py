@@ -34,7 +34,7 @@ class ReferenceBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         self._memory = context.memory
-        self._layers = {layer.id: layer for layer in context.memory.layout.spec.layers}
+        self._layers = {layer.id: layer for layer in context.spec.layers}
         self._step: Step | None = None
 
     def begin(self, step: Step) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvist.attention.base import AttentionBackend
+from kvist.attention.families import Backends, Need
 from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec
 from kvist_transformers.attention import ARGUMENT, NAME, ProbeCall, StepCall, register
@@ -20,6 +20,8 @@ _FINGERPRINT_SAMPLES = 64
 
 class DecoderAdapter:
     """One attached model. Attaching replaces the model's attention until :meth:`detach`.
+
+    needs: by family of attention, what the model needs of a backend.
 
     Raises SpecError, naming the model type and the reason, for a model whose attention cannot be served. The check
     runs a forward of two tokens, and takes the model's own word for shapes, windows and attention arguments.
@@ -35,7 +37,7 @@ class DecoderAdapter:
         self._previous = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            self.features = self._probe()
+            self.needs = {"gqa": Need(spec, self._probe())}
         except BaseException:
             self.detach()
             raise
@@ -46,12 +48,12 @@ class DecoderAdapter:
         device: torch.device = self.model.device
         return device
 
-    def bind(self, backend: AttentionBackend) -> None:
-        """Use ``backend`` for every further forward."""
-        self._call = StepCall(backend, self.spec)
+    def bind(self, backends: Backends) -> None:
+        """Use these for every further forward."""
+        self._call = StepCall(backends["gqa"], self.spec)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Run the model over a flattened batch; the backend must have begun the step.
+        """Run the model over a flattened batch; the backends must have begun the step.
 
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvist.attention.base import BackendContext
+from kvist.attention.families import Backends, page_layout
 from kvist.errors import CapacityError, KvistError, RequestError, SpecError, StateError
 from kvist.layout import Layout
 from kvist.manager import Plan, Run
@@ -18,6 +18,7 @@ from kvist.restore import RestorePolicy
 from kvist.step import Step
 from kvist_transformers.adapter import model_fingerprint
 from kvist_transformers.admission import check_request, refused, shortage_error
+from kvist_transformers.backends import choose_backends
 from kvist_transformers.handle import Handle
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.sampling import sample
@@ -33,7 +34,8 @@ class Engine:
     model: a Hugging Face causal LM in eval mode on one device. Attached until :meth:`close`, see ``DecoderAdapter``.
     memory: bytes of the cache, an int or a string such as ``"256MiB"``.
     block_tokens: tokens per block.
-    backend: name of an attention backend; ``None`` takes the best one for the model's device and dtype.
+    backend: name of an attention backend for the family that it serves; the others, or all with ``None``, take the
+        best one for the model's device and dtype.
     max_batch_tokens: most tokens computed in one step; longer prompts are computed in chunks.
     max_sequences: most requests running at a time, at most ``max_batch_tokens``.
     restore: where sequences of models with sliding windows stay resumable; ``None`` is the manager's own choice.
@@ -72,20 +74,19 @@ class Engine:
         self.spec = spec
         self.adapter = entry.resolve(adapter_target)(model, spec)
         try:
-            backend_entry = registry.attention_backend(
-                backend, device=str(self.adapter.device), dtype=dtype, family="gqa", features=self.adapter.features
-            )
-            backend_class = backend_entry.resolve(backend_entry.info.factory)
-            self.backend_name = backend_entry.info.name
-            self.layout = Layout.build(spec, parse_bytes(memory), backend_class.page_layout(spec))
+            needs = self.adapter.needs
+            chosen = choose_backends(registry, needs, device=str(self.adapter.device), dtype=dtype, name=backend)
+            self.backend_names = {family: each.info.name for family, each in chosen.items()}
+            classes = {family: each.resolve(each.info.factory) for family, each in chosen.items()}
+            self.layout = Layout.build(spec, parse_bytes(memory), page_layout(needs, classes))
             self.memory = DeviceMemory(self.layout, self.adapter.device)
-            self.backend = backend_class(BackendContext(self.memory))
+            self.backends = Backends(self.memory, needs, classes)
             policy = {} if restore is None else {"restore": restore}
             self.manager = entry.resolve(entry.info.manager_factory)(self.layout, **policy)
         except BaseException:
             self.adapter.detach()
             raise
-        self.adapter.bind(self.backend)
+        self.adapter.bind(self.backends)
         self.max_batch_tokens = max_batch_tokens
         self.stats = EngineStats()
         self._scheduler = Scheduler(block_tokens)
@@ -194,7 +195,7 @@ class Engine:
                 with self.stats.timed("model_ns"):
                     self.memory.apply(step)
                     begun = True
-                    self.backend.begin(step)
+                    self.backends.begin(step)
                     logits = self.adapter.forward(token_ids, positions, logit_rows)
                     self.memory.save(step)
             except BaseException:
