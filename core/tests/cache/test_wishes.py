@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_requests import P, cached, compute, manager_of, tokens
+from cache_requests import P, cached, compute, manager_of
 
 from kvist.errors import RequestError
 from kvist.manager import PagedCacheManager, Run
 from kvist.policies import Candidates, LeastRecentlyUsed, ReuseRate
+from kvist.prefix.extent import Extent
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Window
+from kvist.testing.values import tokens
 from kvist.wishes import FOREVER, NO_WISH, Wish, Wishes, strongest
 
 HIGH, LOW = Wish(5), Wish(-5)
@@ -65,6 +67,8 @@ def test_a_priority_ends_with_its_lifetime() -> None:
     manager = manager_of(6)
     cached(manager, range(1, 9), wishes=all_of(Wish(5, lifetime_tokens=20)))
     flood(manager, 6)
+    assert reusable(manager, range(1, 9)) == 8
+    flood(manager, 2, 5000)
     assert reusable(manager, range(1, 9)) == 0
     # With every use it lives on.
     manager = manager_of(6)
@@ -73,13 +77,14 @@ def test_a_priority_ends_with_its_lifetime() -> None:
         flood(manager, 4, 1000 * (turn + 2))
         assert reusable(manager, range(1, 9)) == 8
         cached(manager, range(1, 10))
-    # A low one ends as well.
-    manager = manager_of(6)
-    cached(manager, range(21, 29))
-    cached(manager, range(1, 9), wishes=all_of(Wish(-5, lifetime_tokens=6)))
-    cached(manager, range(31, 39))
-    cached(manager, range(41, 49))
-    assert [reusable(manager, range(first, first + 8)) for first in (1, 21, 31)] == [8, 0, 8] or True
+    # A low one ends as well: then the oldest goes.
+    for lifetime, left in ((6, [0, 8, 8]), (FOREVER, [8, 0, 8])):
+        manager = manager_of(6)
+        cached(manager, range(1, 9))
+        cached(manager, range(21, 29), wishes=all_of(Wish(-5, lifetime)))
+        cached(manager, range(31, 39))
+        cached(manager, range(41, 49))
+        assert [reusable(manager, range(first, first + 8)) for first in (1, 21, 31)] == left
 
 
 def test_a_range_of_a_prompt_survives_alone() -> None:
@@ -198,8 +203,8 @@ def test_forks_have_the_wishes_of_their_parent() -> None:
     early = manager.fork(parent)
     compute(manager, parent)
     late = manager.fork(parent)
+    compute(manager, early)
     for child, token in ((early, 50), (late, 60)):
-        compute(manager, child)
         child.extend(range(token, token + 8))
         compute(manager, child)
         manager.close(child)
@@ -288,23 +293,23 @@ def test_a_block_has_the_strongest_wish_of_its_tokens(block: int) -> None:
             assert mine == wish_of_block(wishes, length, block, number)
 
 
-def blocks_of(manager: PagedCacheManager) -> dict[bytes, object]:
-    """The extent of every whole block in the tree, by all tokens up to its end."""
+def blocks_of(manager: PagedCacheManager) -> dict[tuple[int, ...], Extent]:
+    """The extent of every block in the tree, whole or open, by all tokens up to its end."""
     block = manager.layout.block_tokens
-    found: dict[bytes, object] = {}
+    found: dict[tuple[int, ...], Extent] = {}
     for root in manager._tree.roots.values():
-        stack = [(child, b"") for child in root.children.values()]
+        stack: list = [(child, ()) for child in root.children.values()]
         while stack:
             extent, before = stack.pop()
-            path = before + bytes(extent.tokens.tolist())
-            for number in range(extent.length // block):
-                found[path[: extent.start + (number + 1) * block]] = extent
+            path = (*before, *extent.tokens.tolist())
+            for end in [*range(extent.start + block, extent.end, block), extent.end]:
+                found[path[:end]] = extent
             stack.extend((child, path) for child in extent.children.values())
     return found
 
 
 def priorities(manager: PagedCacheManager, *parts: int | range) -> list[int]:
-    text = bytes(tokens(*parts).tolist())
+    text = tuple(tokens(*parts).tolist())
     known = blocks_of(manager)
     return [known[text[: end + P]].wish.priority for end in range(0, len(text) - P + 1, P)]
 
@@ -315,35 +320,41 @@ def test_every_block_has_the_strongest_wish_of_all_its_users(seed: int) -> None:
     each block should have, and nothing goes before what is wished for less."""
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 3, 4]))
-    manager = manager_of(96 // block, block=block, eviction=LeastRecentlyUsed() if seed % 3 == 1 else None)
+    manager = manager_of(96 // block, block_tokens=block, eviction=LeastRecentlyUsed() if seed % 3 == 1 else None)
     tree = manager._tree
-    expected: dict[bytes, Wish] = {}
+    expected: dict[tuple[int, ...], Wish] = {}
     running: list = []
-    past = [bytes(rng.integers(0, 3, 12).tolist())]
+    past = [tuple(rng.integers(0, 3, 12).tolist())]
 
     def compare() -> None:
         manager.check()
         known = blocks_of(manager)
         for prefix in [prefix for prefix in expected if prefix not in known]:
             del expected[prefix]
-        assert expected.keys() == known.keys()
         assert {prefix: extent.wish for prefix, extent in known.items()} == expected
 
-    def uses(sequence, wishes: Wishes, length: int) -> None:
-        text = bytes(sequence.tokens.tolist())
-        for number in range(length // block):
-            prefix = text[: (number + 1) * block]
-            own = wish_of_block(wishes, sequence.prompt_length, block, number)
-            expected[prefix] = strongest(expected[prefix], own) if prefix in expected else own
+    def uses(text: tuple[int, ...], prompt_length: int, wishes: Wishes, length: int, ended: bool = False) -> None:
+        known = blocks_of(manager)
+        ends = list(range(block, length + 1, block))
+        if ended and length % block and text[:length] not in expected:
+            # Somebody else's block may cover it.
+            ends += [length] if text[:length] in known else []
+        for end in ends:
+            prefix = text[:end]
+            wish = wish_of_block(wishes, prompt_length, block, (end - 1) // block)
+            first = (end - 1) // block * block
+            # Its own, and that of an open block which it has taken the place of.
+            inside = [text[:other] for other in range(first + 1, end) if text[:other] not in known]
+            expected[prefix] = strongest(wish, *(expected[other] for other in (prefix, *inside) if other in expected))
 
     for _ in range(250):
         action = rng.random()
         if action < 0.3 and len(running) < 5:
             text = past[rng.integers(len(past))]
-            text = text[: rng.integers(1, len(text) + 1)] + bytes(rng.integers(0, 3, rng.integers(1, 9)).tolist())
+            text = (*text[: rng.integers(1, len(text) + 1)], *rng.integers(0, 3, rng.integers(1, 9)).tolist())[:40]
             wishes = random_wishes(rng, len(text)) if rng.random() < 0.7 else Wishes()
-            sequence = manager.open(np.frombuffer(text[:40], np.uint8), wishes=wishes)
-            uses(sequence, wishes, sequence.computed)
+            sequence = manager.open(text, wishes=wishes)
+            uses(text, len(text), wishes, sequence.computed)
             running.append((sequence, wishes))
         elif action < 0.85 and running:
             sequence, wishes = running[rng.integers(len(running))]
@@ -354,23 +365,23 @@ def test_every_block_has_the_strongest_wish_of_all_its_users(seed: int) -> None:
             assert plan.fits == (sum(plan.needed) <= stats.capacity - stats.held)
             if not plan.fits:
                 continue
-            before = dict(blocks_of(manager))
+            before = blocks_of(manager)
             leaves = {id(e): (tree.priority(e), e.last_used) for e in tree.extents() if not e.holds and not e.children}
-            orders = {prefix: (tree.priority(extent), extent.last_used) for prefix, extent in before.items()}
-            extents = {prefix: id(extent) for prefix, extent in before.items()}
+            orders = {prefix: (tree.priority(each), each.last_used, id(each)) for prefix, each in before.items()}
             step = plan.commit()
-            after = blocks_of(manager)
-            gone = [prefix for prefix in before if prefix not in after]
-            stay = {id(e) for e in tree.extents()} & leaves.keys()
-            for prefix in gone:
-                assert all(orders[prefix] <= leaves[leaf] for leaf in stay - {extents[prefix]})
+            stay = {id(extent) for extent in tree.extents()} & leaves.keys()
+            for prefix in before.keys() - blocks_of(manager).keys():
+                priority, used, itself = orders[prefix]
+                assert all((priority, used) <= leaves[leaf] for leaf in stay - {itself})
             compare()
             manager.complete(step)
-            uses(sequence, wishes, sequence.computed)
+            uses(tuple(sequence.tokens.tolist()), sequence.prompt_length, wishes, sequence.computed)
         elif running:
             sequence, wishes = running.pop(rng.integers(len(running)))
-            past = [*past[-7:], bytes(sequence.tokens.tolist())]
-            uses(sequence, wishes, sequence.committed)
+            text = tuple(sequence.tokens.tolist())
+            past = [*past[-7:], text]
+            committed, prompt_length = sequence.committed, sequence.prompt_length
             manager.close(sequence)
+            uses(text, prompt_length, wishes, committed, ended=True)
         compare()
     assert manager.stats().groups[0].evicted > 0

@@ -6,18 +6,19 @@ import threading
 
 import numpy as np
 import pytest
-from tier_values import Cache, flat
 
 from kvist.events import Moved, Removed, Stored, apply
 from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.memory.disk import DiskStore
 from kvist.memory.diskstats import Change
 from kvist.spec import History, Scope, Window
+from kvist.testing.tier_values import Cache
+from kvist.testing.values import tokens
 
 
 def keys_of(cache: Cache, *parts: int | range) -> tuple[bytes, ...]:
     seed = scope_seed(format_digest(cache.layout), Scope())
-    return tuple(block_keys(seed, flat(*parts), cache.layout.block_tokens))
+    return tuple(block_keys(seed, tokens(*parts), cache.layout.block_tokens))
 
 
 def test_what_goes_down_moves_and_stays_above_until_it_is_evicted() -> None:
@@ -35,7 +36,7 @@ def test_what_goes_down_moves_and_stays_above_until_it_is_evicted() -> None:
     gone = listener.take()
     assert {(type(event), event.tier, event.reason) for event in gone} == {(Removed, "device", "evicted")}
     assert [key for event in gone for key in event.keys] == [*reversed(stored.keys)]
-    sequence = cache.manager.open(flat(range(1, 10)))
+    sequence = cache.manager.open(tokens(range(1, 10)))
     cache.load(sequence)
     (back,) = listener.take()
     assert isinstance(back, Stored)
@@ -74,7 +75,7 @@ def test_after_a_restart_a_listener_begins_with_what_is_on_disk(tmp_path) -> Non
     for record in snapshot.stored:
         assert (record.tier, record.scope, record.start, record.parent, record.tokens) == ("disk", *[None] * 4)
     # What comes up is told with all that is known of it then.
-    sequence = again.manager.open(flat(range(1, 14)))
+    sequence = again.manager.open(tokens(range(1, 14)))
     again.load(sequence)
     (stored,) = listener.take()
     assert (stored.tier, stored.number) == ("device", snapshot.number + 1)
@@ -93,7 +94,7 @@ def test_a_damaged_file_is_told_as_a_failure(tmp_path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    sequence = cache.manager.open(flat(range(1, 14)))
+    sequence = cache.manager.open(tokens(range(1, 14)))
     cache.load(sequence)
     stored, removed = listener.take()
     assert (removed.tier, removed.reason, removed.keys) == ("disk", "failed", (second,))
@@ -107,7 +108,7 @@ def test_what_the_host_could_not_give_is_told_with_all_behind_it() -> None:
     cache.evict_device()
     listener = cache.manager.listen()
     listener.snapshot()
-    sequence = cache.manager.open(flat(range(1, 14)))
+    sequence = cache.manager.open(tokens(range(1, 14)))
     assert cache.manager.load(sequence)
     cache.copier.fail(next(iter(cache.copier.queued)), 1)
     cache.poll()

@@ -141,8 +141,10 @@ class PrefixTree:
             node = last
             if matched == last.length and matched % block and known < len(run) and not last.holds:
                 # The known tail is an open block and a prefix of ours: ours takes its place.
-                if last.wish != wish:
-                    whole = self._apart(last, whole, wish)
+                filled = last.wish
+                if filled != wish and whole:
+                    self.split_at(last, whole)
+                    whole = 0
                 run, pages = run[covered * block :], pages[:, covered:]
                 replaced = last.cut(whole)
                 last.append(run, pages)
@@ -152,6 +154,10 @@ class PrefixTree:
                     last.parent.replace_child(last, order_key(run[:block]))
                 if self.watcher is not None and not last.stale:
                     self.watcher.inserted(last, whole)
+                if filled != wish:
+                    # The block that was open had other users too.
+                    last.wish, self.wished = wish, True
+                    self.wish(last, last.start // block, last.start // block + 1, filled)
                 return Inserted(last, covered, pages.shape[1], replaced)
             if matched < last.length or matched % block:
                 if known == len(run) and matched % block:
@@ -182,7 +188,9 @@ class PrefixTree:
             child = Extent(block, node, node.start + node.length, run, pages)
             child.last_used = self.clock
             child.stale = node.stale
-            child.wish = wish
+            if wish is not NO_WISH:
+                child.wish = wish
+                self.wished = True
             node.add_child(child)
             self.extent_count += 1
             node, holds = child, 0
@@ -353,14 +361,6 @@ class PrefixTree:
             root = self.roots[scope] = _Root(self.block_tokens, None, 0, np.empty(0, np.int32), nothing)
             root.scope = scope
         return root
-
-    def _apart(self, extent: Extent, whole: int, wish: Wish) -> int:
-        """Make the open block behind the first ``whole`` ones an extent of its own with the stronger wish, before
-        another takes its place. Returns the whole blocks that are in one with it then: none."""
-        if whole:
-            self.split_at(extent, whole)
-        extent.wish = strongest(extent.wish, wish)
-        return 0
 
     def _compact_heap(self) -> None:
         latest = {id(extent): (extent.last_used, number, extent) for _, number, extent in self.candidates}
