@@ -8,7 +8,7 @@ import numpy as np
 
 from kvist.errors import KvistError
 from kvist.events import Entry, Listener, apply
-from kvist.manager import DecodeBatch, Plan, Run, Sequence
+from kvist.manager import DecodeBatch, PagedCacheManager, Plan, Run, Sequence
 from kvist.spec import Scope
 from kvist.stats import ManagerStats
 from kvist.testing.memory import Flight, Live, Memory, fold_on
@@ -33,9 +33,9 @@ def refused(error: type[KvistError], call: Callable[[], object], text: str = "")
 class CacheBase:
     """Bookkeeping and comparisons; the operations are in subclasses."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, factory: Callable[..., PagedCacheManager] = PagedCacheManager) -> None:
         self.setup = setup
-        self.manager = setup.manager()
+        self.manager = setup.manager(factory)
         self.layout = layout = self.manager.layout
         self.block = setup.block
         self.sparse = any(group.sparse for group in layout.groups)

@@ -120,7 +120,7 @@ class Setup:
             noise=draw(1 << 16),
         )
 
-    def manager(self) -> PagedCacheManager:
+    def manager(self, factory: Callable[..., PagedCacheManager]) -> PagedCacheManager:
         target: list[Layer] = []
         drafts: list[Layer] = []
         for number, kind in enumerate(MIXES[self.mix]):
@@ -129,8 +129,7 @@ class Setup:
                 width *= self.block  # A page of one row, as large as the others' pages.
             stream = Stream("kv", RowFormat((width,), "float32"), kind.retention, kind.tokens_per_row)
             (drafts if kind.draft else target).append(Layer(number, (stream,)))
-        options = {"max_tokens": self.max_tokens, "vocab_size": self.vocab}
-        spec = CacheSpec(tuple(target), self.block, "machine", **options)  # type: ignore[arg-type]
+        spec = CacheSpec(tuple(target), self.block, "machine", max_tokens=self.max_tokens, vocab_size=self.vocab)
         others = [CacheSpec(tuple(drafts), self.block, "machine", domain="draft")] if drafts else []
         largest = max(group.page_bytes for group in Layout.build(spec, 1 << 20, drafts=others).groups)
         memory = (self.pages + 1) * (64 * self.block if self.unequal else largest)
@@ -145,7 +144,8 @@ class Setup:
                 # Where the arena is too small for it, there is none.
                 layout = layout.with_floors({layout.groups[-1].name: self.floor})
         eviction = {"": None, "used": LeastRecentlyUsed(), "rate": ReuseRate(memory=64)}[self.policy]
-        manager = PagedCacheManager(layout, RestorePolicy(self.every_blocks), self.backoff, eviction)
+        options = {"restore": RestorePolicy(self.every_blocks), "backoff_tokens": self.backoff, "eviction": eviction}
+        manager = factory(layout, **options)
         if self.noise % 4:
             manager.shuffle_free_pages(np.random.default_rng(self.noise))
         return manager

@@ -22,6 +22,7 @@ class Stepping(CacheBase):
                 or live.lost
                 or sequence.batch is not None
                 or sequence.undecided
+                or sequence.loading
                 or not draw(4)
             ):
                 continue
