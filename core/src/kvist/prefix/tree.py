@@ -76,7 +76,7 @@ class PrefixTree:
         self.wished = False
         #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
         self.watcher: IndexWatcher | None = None
-        #: Where somebody wants to know of them: extents that became idle, each with the path to it.
+        #: Where somebody wants to know of them: extents that somebody let go of, each with the path to it.
         self.idled: deque[Extent] | None = None
 
     def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
@@ -256,7 +256,7 @@ class PrefixTree:
                     self.offer(node)
             node = node.parent
             node.holds -= 1
-        if self.idled is not None and not extent.holds:
+        if self.idled is not None:
             self.idled.append(extent)
         return removed
 

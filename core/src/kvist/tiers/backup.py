@@ -105,7 +105,11 @@ class Backup:
         """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks."""
         self._waits = False
         rest = self._follow.pop(extent, None)
-        if not extent.alive or extent.stale or extent.holds:
+        while not extent.alive and extent.parent is not None:
+            # What was evicted meanwhile has perhaps left the beginning of its path.
+            extent = extent.parent
+        if extent.parent is None or extent.stale or (extent.holds and extent not in self._busy):
+            # Whoever holds it lets go of it some time.
             return None
         known = self.source.path_to(extent)
         for above, _ in known.path:

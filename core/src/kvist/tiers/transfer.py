@@ -57,7 +57,7 @@ class Transfer:
     def unpin(self) -> None:
         """Give back what it keeps of its sources."""
         for level, pin in self.pins:
-            level.unpin(pin, used=False)
+            level.unpin(pin, used=False, silent=self.extent is not None)
 
 
 class Flights:
