@@ -275,7 +275,8 @@ class TierMachine(CacheMachine):
     def settle(self, draw: Draw) -> None:
         """A time in which nothing fails: copies run until none is left."""
         self.quiesce()
-        if not self.flights and self._roomy():
+        # What the next step copies from cannot go down before.
+        if not self.flights and self._roomy() and not any(self.manager._pages_in_use()):
             self._compare_below()
 
     def quiesce(self) -> None:

@@ -183,7 +183,7 @@ class Level:
         ordinals, pages, first = arrival.ordinals, arrival.pages, arrival.first
         there = ordinals[((pages != NO_PAGE) & ~arrival.lost).any(axis=0)]
         end = max(first, int(there[-1]) + 1) if len(there) else first
-        if end > first and not self.dense.any():
+        if len(there) and not self.dense.any():
             # Tokens behind the last page belong to it: those that nobody is to reuse at the end of what is known.
             end = -(-len(arrival.tokens) // block)
         gaps = ordinals[(arrival.lost & self.dense[:, None]).any(axis=0)]
