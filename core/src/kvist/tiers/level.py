@@ -146,8 +146,11 @@ class Level:
         return self._noted(Pin(pin.extent, [np.concatenate(each) for each in zip(pin.pages, pages)], pin.read))
 
     def unpin(self, pin: Pin, *, used: bool, silent: bool = True) -> None:
-        """Give back a pin: its pages and its hold. ``used``: does that count as a use? ``silent``: a copy down is no news
-        for those who look for what to copy down; they would try again for ever what fails. Mutates."""
+        """Give back a pin: its pages and its hold. Mutates.
+
+        used: does that count as a use? silent: a copy down is no news for those who look for what to copy down; they
+        would try again for ever what fails.
+        """
         del self.pins[id(pin)]
         for group, pages in enumerate(pin.pages):
             if len(pages):
