@@ -40,7 +40,7 @@ class Backup:
         self._flights = flights
         self._pages_in_use = pages_in_use
         self._in_use: list[Sequence[int]] = []
-        #: Blocks that may still follow what was copied of an extent. Without an end, paths that do not fit in the next
+        #: Whose copies go on, and how many blocks may still follow. Without an end, paths that do not fit in the next
         #: tier together would push each other out for ever.
         self._follow: dict[Extent, int] = {}
         #: Extents with such pages.
@@ -62,18 +62,23 @@ class Backup:
         """Submit copies of what has become idle, as far as there is room. Was there any?"""
         self._queue.extend(self._later)
         self._later.clear()
-        if self._queue and self._pages_in_use is not None:
+        if (self._follow or self._queue) and self._pages_in_use is not None:
             self._in_use = self._pages_in_use()
         some = False
         looked_at: set[Extent] = set()
-        while self._queue and self._flights.room_down > 0 and self._blocks_moving < self._most:
-            if self._queue[0] in looked_at:
+        while (self._follow or self._queue) and self._flights.room_down > 0 and self._blocks_moving < self._most:
+            extent = next(iter(self._follow)) if self._follow else self._queue[0]
+            rest = self._follow.get(extent)
+            if rest is None and extent in looked_at:
                 self._queue.popleft()
                 continue
-            transfer = self._transfer(self._queue[0], min(self._batch, self._most - self._blocks_moving))
+            transfer = self._transfer(extent, min(self._batch, self._most - self._blocks_moving), rest)
             if self._waits:
                 break
-            looked_at.add(self._queue.popleft())
+            if rest is None:
+                looked_at.add(self._queue.popleft())
+            else:
+                del self._follow[extent]
             some |= transfer is not None
         return some
 
@@ -92,7 +97,6 @@ class Backup:
         if kept:
             if transfer.more and transfer.extent is not None and not transfer.lost.any():
                 self._follow[transfer.extent] = transfer.more
-                self._queue.append(transfer.extent)
             self._queue.extend(transfer.again)
 
     def forget(self) -> None:
@@ -101,10 +105,10 @@ class Backup:
         self._later.clear()
         self._follow.clear()
 
-    def _transfer(self, extent: Extent, most: int) -> Transfer | None:
-        """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks."""
+    def _transfer(self, extent: Extent, most: int, rest: int | None = None) -> Transfer | None:
+        """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks. rest: of them
+        the first so many are of interest."""
         self._waits = False
-        rest = self._follow.pop(extent, None)
         while not extent.alive and extent.parent is not None:
             # What was evicted meanwhile has perhaps left the beginning of its path.
             extent = extent.parent
@@ -129,8 +133,6 @@ class Backup:
         else:
             transfer = self._to_level(scope, known, most, rest, self._target)
         if transfer is None:
-            if self._waits and rest is not None:
-                self._follow[extent] = rest
             return None
         transfer.extent = extent
         try:
