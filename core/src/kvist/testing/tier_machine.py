@@ -20,7 +20,7 @@ from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run, Tiers
 from kvist.memory.copier import ManualCopier
 from kvist.memory.disk import DiskStore
-from kvist.memory.mover import Tier
+from kvist.memory.mover import Tier, block_pages
 from kvist.prefix.named import keys_of
 from kvist.step import NO_PAGE
 from kvist.testing.bookkeeping import SCOPES, refused
@@ -47,6 +47,7 @@ TIER_OPERATIONS = {
     "damage": 1,
     "disk_full": 1,
     "restart": 1,
+    "clear": 2,
 }
 
 
@@ -169,9 +170,15 @@ class TierMachine(CacheMachine):
         queued = list(self.copier.queued)
         if queued and self.setup.troubled:
             ticket = queued[draw(len(queued))]
-            count = self.copier.queued[ticket].block_count
-            self.copier.fail(ticket, *(draw(count) for _ in range(draw(3))))
+            copy = self.copier.queued[ticket]
+            failed = {draw(copy.block_count) for _ in range(draw(3))} or range(copy.block_count)
+            self.copier.fail(ticket, *failed)
             self._troubles += 1
+            if copy.target is not Tier.DISK:
+                # Whatever has arrived of them is no content.
+                for position in failed:
+                    for group, page in block_pages(copy.target_pages, position):
+                        self.mover.rows[copy.target][group][page] = JUNK
 
     def load(self, draw: Draw) -> None:
         waiting = [live for live in self.idle() if live.sequence.loadable > live.computed]
@@ -330,7 +337,8 @@ class TierMachine(CacheMachine):
         self.past = past
 
     def clear(self, draw: Draw) -> None:
-        if draw(4):
+        # Above all while something is on its way.
+        if draw(2 if self.copier.queued else 4):
             return
         super().clear(lambda _: 0)
         self._below.clear()
