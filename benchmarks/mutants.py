@@ -23,7 +23,7 @@ SOURCE = ROOT / "core" / "src"
 
 @attrs.frozen
 class Mutant:
-    """file: below ``core/src/kvist``. breaks: what is wrong with it, in words. kind: what ``kvist.testing.drive`` has to
+    """file: below ``core/src/kvist``. breaks: what is wrong with it, in words. kind: what ``kvist.testing.drive`` must
     drive to notice it."""
 
     name: str

@@ -284,9 +284,11 @@ class TierMachine(CacheMachine):
     def settle(self, draw: Draw) -> None:
         """A time in which nothing fails: copies run until none is left."""
         self.quiesce()
-        # What the next step copies from cannot go down before.
-        if not self.flights and self._roomy() and not any(self.manager._pages_in_use()):
-            self._compare_below()
+        # What the next step copies from or to is not what it will be, and cannot go down before.
+        if not self.flights and not any(self.manager._pages_in_use()):
+            self._compare_content()
+            if self._roomy():
+                self._compare_below()
 
     def quiesce(self) -> None:
         for _ in range(200):
@@ -297,12 +299,13 @@ class TierMachine(CacheMachine):
         raise AssertionError("copies never end")
 
     def damage(self, draw: Draw) -> None:
-        """Somebody flips a bit on the disk."""
+        """Somebody flips bits on the disk."""
         files = sorted(self._folder.rglob("*.block")) if self._folder is not None else []
-        if files and self.setup.troubled and not draw(4):
+        if files and self.setup.troubled:
             path = files[draw(len(files))]
             content = bytearray(path.read_bytes())
-            content[draw(len(content))] ^= 1 << draw(8)
+            for at in range(draw(len(content)), len(content), 8):
+                content[at] ^= 1 << draw(8)
             path.write_bytes(bytes(content))
             self._troubles += 1
 
@@ -340,14 +343,17 @@ class TierMachine(CacheMachine):
         # Above all while something is on its way.
         if draw(2 if self.copier.queued else 4):
             return
+        self.load(draw)
         super().clear(lambda _: 0)
         self._below.clear()
         self._promised.clear()
+        if draw(2):
+            self.quiesce()
         for text in self.past:
             for scope in SCOPES:
                 with contextlib.suppress(CapacityError):
                     sequence = self.manager.open(np.frombuffer(text + b"\0", np.uint8)[:20], scope)
-                    assert sequence.loadable == 0, "what was cleared can be loaded"
+                    assert sequence.loadable == sequence.computed == 0, "what was cleared can be found"
                     self.manager.close(sequence)
 
     def open(self, draw: Draw) -> None:
@@ -413,6 +419,16 @@ class TierMachine(CacheMachine):
         assert lower is not None
         room = lower.host is None or lower.host.ledger.arena.has([1] * len(self.layout.groups))
         return room and not any(self._losses(of_device=False))
+
+    def _compare_content(self) -> None:
+        """Whatever can be found in memory has been written."""
+        lower = self.manager._lower
+        assert lower is not None
+        for level in (lower.device, lower.host):
+            for extent in level.tree.extents() if level is not None else ():
+                for group, number in np.argwhere(extent.pages != NO_PAGE).tolist():
+                    row = self.mover.rows[level.tier][group][extent.pages[group, number]]
+                    assert (row[: self.mover.widths[group]] != JUNK).any(), f"{level.tier.value}: a page holds junk"
 
     def _compare_below(self) -> None:
         """What is idle in a tier is in the next one too."""
