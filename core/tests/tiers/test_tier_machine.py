@@ -12,11 +12,11 @@ from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine, TierSetup
 
 
 def run(seed: int) -> int:
-    return drive(seed, machine=TierMachine, operations=TIER_OPERATIONS, choose=TierSetup.choose)
+    return drive(seed, machine=TierMachine, operations=TIER_OPERATIONS, choose=TierSetup.with_tiers)
 
 
 def hypothesis(examples: int, steps: int) -> int:
-    return run_with_hypothesis(examples, steps, TierMachine, TIER_OPERATIONS, TierSetup.choose)
+    return run_with_hypothesis(examples, steps, TierMachine, TIER_OPERATIONS, TierSetup.with_tiers)
 
 
 def test_rules_in_any_order() -> None:
@@ -67,13 +67,13 @@ def test_the_traffic_moves_content_up_and_down_and_fails(monkeypatch: pytest.Mon
             reached["failures"] += sum(tier.failed_blocks for tier in self.manager.stats().tiers)
 
     for seed in range(24):
-        drive(seed, machine=Counting, operations=TIER_OPERATIONS, choose=TierSetup.choose)
+        drive(seed, machine=Counting, operations=TIER_OPERATIONS, choose=TierSetup.with_tiers)
     assert reached["restarts"] > 30
     assert min(reached.values()) > 3, reached
 
 
 def test_the_setups_have_every_kind_of_tier() -> None:
-    setups = [TierSetup.choose(random.Random(seed).randrange) for seed in range(200)]
+    setups = [TierSetup.with_tiers(random.Random(seed).randrange) for seed in range(200)]
     kinds = {(bool(setup.host), bool(setup.disk_blocks)) for setup in setups}
     assert kinds == {(True, False), (False, True), (True, True)}
     assert {setup.troubled for setup in setups} == {False, True}

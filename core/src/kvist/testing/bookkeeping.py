@@ -14,6 +14,7 @@ from kvist.stats import ManagerStats
 from kvist.testing.memory import Flight, Live, Memory, fold_on
 from kvist.testing.mixes import Draw, Setup
 from kvist.testing.model import ReuseModel
+from kvist.testing.under_test import ManagerFactory
 
 #: Open sequences, steps in flight, tokens of a prompt and of a sequence, at most.
 MOST_LIVE, MOST_FLIGHTS, MOST_PROMPT, MOST_TOKENS = 6, 3, 40, 56
@@ -33,7 +34,7 @@ def refused(error: type[KvistError], call: Callable[[], object], text: str = "")
 class CacheBase:
     """Bookkeeping and comparisons; the operations are in subclasses."""
 
-    def __init__(self, setup: Setup, factory: Callable[..., PagedCacheManager] = PagedCacheManager) -> None:
+    def __init__(self, setup: Setup, factory: ManagerFactory = PagedCacheManager) -> None:
         self.setup = setup
         self.manager = setup.manager(factory)
         self.layout = layout = self.manager.layout

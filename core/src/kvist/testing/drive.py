@@ -68,7 +68,7 @@ def drive(
 #: What the script drives: the machine, its operations, what it is tried on.
 KINDS: dict[str, tuple[Callable[[Any], CacheMachine], Mapping[str, int], Callable[[Draw], Setup]]] = {
     "plain": (CacheMachine, OPERATIONS, Setup.choose),
-    "tiers": (TierMachine, TIER_OPERATIONS, TierSetup.choose),
+    "tiers": (TierMachine, TIER_OPERATIONS, TierSetup.with_tiers),
 }
 
 

@@ -67,8 +67,9 @@ class TierSetup(Setup):
     troubled: bool
 
     @classmethod
-    def choose(cls, draw: Draw, **options: Any) -> TierSetup:
-        base = Setup.choose(draw, **options)
+    def with_tiers(cls, draw: Draw) -> TierSetup:
+        """As ``choose``, and tiers."""
+        base = Setup.choose(draw)
         host, disk = ((0.3, 0), (3.0, 0), (0.0, 1), (0.5, 1), (4.0, 1))[draw(5)]
         return cls(
             **attrs.asdict(base, recurse=False),
@@ -133,7 +134,8 @@ class TierMachine(CacheMachine):
             most = -(-(sum(parts) + 4096) // 4096) * 4096
             self.disk = DiskStore(self._folder, format_digest(layout), parts, self.setup.disk_blocks * most)
         tiers = Tiers(self.copier, host, self.disk, self.setup.minimum_blocks)
-        return PagedCacheManager(layout, tiers=tiers, **options)
+        self._paged = PagedCacheManager(layout, tiers=tiers, **options)
+        return self._paged
 
     # Operations
 
@@ -147,7 +149,7 @@ class TierMachine(CacheMachine):
         self.manager.poll()
         after = self.manager.stats()
         assert [group.evicted for group in after.groups] == [group.evicted for group in before.groups]
-        lower = self.manager._lower
+        lower = self._paged._lower
         if lower is not None and lower.host is not None:
             for group, rows in enumerate(self._host):
                 rows[lower.host.ledger.free_pages(group)] = JUNK
@@ -206,11 +208,9 @@ class TierMachine(CacheMachine):
         if any(now.evicted > then.evicted for now, then in zip(after.groups, before.groups)):
             self.model.evicted(self.lives)
         # What steps that are not executed yet find free is not free any more where something comes up.
-        now = self.memory.free()
+        taken = [np.setdiff1d(then, left) for then, left in zip(free, self.memory.free())]
         for flight in self.flights:
-            flight.free = [
-                np.setdiff1d(mine, np.setdiff1d(then, left)) for mine, then, left in zip(flight.free, free, now)
-            ]
+            flight.free = [np.setdiff1d(mine, gone) for mine, gone in zip(flight.free, taken)]
 
     def flood(self, draw: Draw) -> None:
         """Requests that leave no trace take all the room that there is, as far as the capacity query promises it."""
@@ -285,7 +285,7 @@ class TierMachine(CacheMachine):
         """A time in which nothing fails: copies run until none is left."""
         self.quiesce()
         # What the next step copies from or to is not what it will be, and cannot go down before.
-        if not self.flights and not any(self.manager._pages_in_use()):
+        if not self.flights and not any(self._paged._pages_in_use()):
             self._compare_content()
             if self._roomy():
                 self._compare_below()
@@ -343,7 +343,9 @@ class TierMachine(CacheMachine):
         # Above all while something is on its way.
         if draw(2 if self.copier.queued else 4):
             return
-        self.load(draw)
+        if draw(2):
+            self.open(draw)
+            self.load(draw)
         super().clear(lambda _: 0)
         self._below.clear()
         self._promised.clear()
@@ -415,24 +417,24 @@ class TierMachine(CacheMachine):
 
     def _roomy(self) -> bool:
         """Was there always room for everything, and has nothing failed? Then nothing may be lost."""
-        lower = self.manager._lower
+        lower = self._paged._lower
         assert lower is not None
         room = lower.host is None or lower.host.ledger.arena.has([1] * len(self.layout.groups))
         return room and not any(self._losses(of_device=False))
 
     def _compare_content(self) -> None:
         """Whatever can be found in memory has been written."""
-        lower = self.manager._lower
+        lower = self._paged._lower
         assert lower is not None
-        for level in (lower.device, lower.host):
-            for extent in level.tree.extents() if level is not None else ():
+        for level in [level for level in (lower.device, lower.host) if level is not None]:
+            for extent in level.tree.extents():
                 for group, number in np.argwhere(extent.pages != NO_PAGE).tolist():
                     row = self.mover.rows[level.tier][group][extent.pages[group, number]]
                     assert (row[: self.mover.widths[group]] != JUNK).any(), f"{level.tier.value}: a page holds junk"
 
     def _compare_below(self) -> None:
         """What is idle in a tier is in the next one too."""
-        lower, digest, block = self.manager._lower, format_digest(self.layout), self.block
+        lower, digest, block = self._paged._lower, format_digest(self.layout), self.block
         assert lower is not None
         groups = range(len(self.layout.groups))
 
