@@ -299,14 +299,14 @@ class TierMachine(CacheMachine):
         raise AssertionError("copies never end")
 
     def damage(self, draw: Draw) -> None:
-        """Somebody flips bits on the disk."""
+        """Somebody flips bits on the disk, in one file or in all."""
         files = sorted(self._folder.rglob("*.block")) if self._folder is not None else []
         if files and self.setup.troubled:
-            path = files[draw(len(files))]
-            content = bytearray(path.read_bytes())
-            for at in range(draw(len(content)), len(content), 8):
-                content[at] ^= 1 << draw(8)
-            path.write_bytes(bytes(content))
+            for path in [files[draw(len(files))]] if draw(2) else files:
+                content = bytearray(path.read_bytes())
+                for at in range(draw(len(content)), len(content), 8):
+                    content[at] ^= 1 << draw(8)
+                path.write_bytes(bytes(content))
             self._troubles += 1
 
     def disk_full(self, draw: Draw) -> None:
