@@ -13,6 +13,7 @@ import pytest
 from kvist import hookspecs, records
 from kvist.plugins import discovery, load, plan
 from kvist.registry import Registry
+from kvist_mamba.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -119,3 +120,13 @@ def test_wishing_what_stays_runs_as_it_stands():
     for number in range(20):
         names["serve"]([1000 + number] * 128)
     assert manager.probe([*names["system"], 300]) == 0
+
+
+def test_running_hybrid_models_runs_as_it_stands():
+    text = (ROOT / "docs" / "how-to" / "run-hybrid-models.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {"__name__": "how-to"}
+    exec(compile(block, "run-hybrid-models.md", "exec"), names)
+    assert sorted(names["sizes"]) == ["target/History()", "target/State()"]
+    served = re.search(r"eleven more model types: ([^.]*)\.", text)[1]
+    assert served.replace("\n", " ").split(", ") == sorted(FAMILIES)
