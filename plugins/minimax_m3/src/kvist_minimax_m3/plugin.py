@@ -11,7 +11,7 @@ KVIST_SPEC = (1, 0)
 FAMILY = "minimax_m3"
 #: Parts of the family that not every backend has.
 SEVERAL_INDEX_HEADS = "several_index_heads"
-_FP8_INDEX = "fp8_index"
+FP8_INDEX = "fp8_index"
 
 
 @hookimpl
@@ -38,7 +38,7 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             devices=(ANY,),
             dtypes=(ANY,),
             families=(FAMILY,),
-            features=frozenset({SEVERAL_INDEX_HEADS, _FP8_INDEX}),
+            features=frozenset({SEVERAL_INDEX_HEADS, FP8_INDEX}),
             install_hint="pip install kvist-minimax-m3",
             requires=("torch",),
         ),
@@ -48,7 +48,7 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             devices=("cuda",),
             dtypes=("float32", "bfloat16", "float16"),
             families=(FAMILY,),
-            features=frozenset({_FP8_INDEX}),
+            features=frozenset({FP8_INDEX}),
             priority=10,
             install_hint="pip install 'kvist-minimax-m3[triton]'",
             requires=("torch", "triton"),
