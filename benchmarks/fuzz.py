@@ -1,6 +1,6 @@
 """Random traffic against models: operations without a violation, and planted faults that it notices.
 
-The machine of core/tests/support/cache_machine.py drives everything that the contract of the cache manager allows, in
+The machine of kvist.testing.machine drives everything that the contract of the cache manager allows, in
 any order, on random mixes of retentions and arenas of any tightness. Steps are executed some time after their commit by
 an owner of the memory that stores a value per row; a model that stores every token prefix bounds what may and what must
 be reused. Every fifth operation all books are audited.

@@ -19,7 +19,6 @@ import attrs
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "core" / "src"
-SUPPORT = ROOT / "core" / "tests" / "support"
 
 
 @attrs.frozen
@@ -73,9 +72,9 @@ def hunt(mutant: Mutant, seconds: float) -> str | None:
 
 
 def drive(source: Path, seconds: float, first_seed: int = 0) -> dict[str, object]:
-    """Seeded traffic on the core in ``source``, in a process of its own: what cache_drive.py prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(SUPPORT)])}
-    command = [sys.executable, str(SUPPORT / "cache_drive.py"), str(seconds), str(first_seed)]
+    """Seeded traffic on the core in ``source``, in a process of its own: what kvist.testing.drive prints."""
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    command = [sys.executable, "-m", "kvist.testing.drive", str(seconds), str(first_seed)]
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 20)
     except subprocess.TimeoutExpired:

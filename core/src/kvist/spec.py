@@ -227,11 +227,15 @@ class ScaleFormat:
         return self.count * _element_bytes(self.dtype, "scale")
 
 
+def _sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
 @attrs.frozen
 class RowFormat:
     """One row: ``shape`` elements of ``dtype`` (a key of :data:`ELEMENT_BYTES`), plus optional inline scales."""
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_sizes)
     dtype: str
     scale: ScaleFormat | None = None
 
@@ -353,6 +357,10 @@ class CacheSpec:
         return attrs.evolve(self, layers=[Layer(id_, streams) for id_, streams in kept if streams])
 
 
+def _media(items: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    return tuple(items)
+
+
 @attrs.frozen(cache_hash=True)
 class Scope:
     """Everything beside the tokens and the model that makes content different. Equal scopes share, others never.
@@ -364,7 +372,7 @@ class Scope:
 
     adapter: str = ""
     salt: str = ""
-    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=tuple)
+    media: tuple[tuple[int, str], ...] = attrs.field(default=(), converter=_media)
 
     def digest(self) -> bytes:
         """32 bytes, equal in every process for equal content."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from cache_values import make_spec
 
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.memory.arena import Arena
 from kvist.spec import History, Window
+from kvist.testing.values import make_spec
 
 
 def unequal_layout() -> Layout:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_values import make_spec
 
 from kvist.budget import block_bytes, split_bytes
 from kvist.errors import CapacityError, SpecError
 from kvist.layout import Layout
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
+from kvist.testing.values import make_spec
 
 
 def model(heads: int, layers: int = 1) -> CacheSpec:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_requests import cached, compute, manager_of, tokens
+from cache_requests import cached, compute, manager_of
 from cache_traffic import MIXES, retentions_of, traffic_of
-from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
+from kvist.testing.values import make_layout, make_spec, tokens
 
 #: Group sizes that differ, so that slabs hold several pages and have to move.
 UNEQUAL = {

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_engine import Engine
-from cache_requests import tokens
-from cache_values import make_spec
 
 from kvist.errors import CapacityError, StateError
 from kvist.layout import Layout
@@ -14,6 +11,8 @@ from kvist.manager import PagedCacheManager, Run
 from kvist.owed import Owed
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Retention, State, Window
+from kvist.testing.engine import Engine
+from kvist.testing.values import make_spec, tokens
 
 
 def engine_of(slabs: int, widths: tuple[int, ...], *retentions: Retention, **options: object) -> Engine:

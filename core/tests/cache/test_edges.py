@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cache_requests import P, cached, compute, counts, manager_of, tokens
-from cache_values import make_layout, make_spec
+from cache_requests import P, cached, compute, counts, manager_of
 
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.layout import Layout
@@ -20,6 +19,7 @@ from kvist.prefix.tree import PrefixTree
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, Scope, Stream, Window
 from kvist.step import NO_PAGE
+from kvist.testing.values import make_layout, make_spec, tokens
 
 
 def reserve(manager: PagedCacheManager, blocks: int) -> None:

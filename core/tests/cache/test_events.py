@@ -9,9 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-from cache_requests import DEFAULT, P, cached, compute, manager_of, tokens
+from cache_requests import DEFAULT, P, cached, compute, manager_of
 from cache_traffic import MIXES, retentions_of, traffic_of
-from cache_values import make_layout, make_spec
 
 from kvist.errors import SpecError, StateError
 from kvist.events import DEVICE, Entry, Listener, Moved, Removed, Stored, apply
@@ -21,6 +20,7 @@ from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Scope, State, Window
 from kvist.step import NO_PAGE
+from kvist.testing.values import make_layout, make_spec, tokens
 
 
 def index_of(manager: PagedCacheManager) -> set[Entry]:

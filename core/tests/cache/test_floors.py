@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_engine import Engine
-from cache_values import make_spec
 
 from kvist.errors import CapacityError, SpecError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.spec import History, State, Window
+from kvist.testing.engine import Engine
+from kvist.testing.values import make_spec
 
 HISTORY, WINDOW, STATE = "target/History()", "target/Window(tokens=6, sinks=0)", "target/State()"
 

@@ -9,14 +9,14 @@ import pickle
 
 import numpy as np
 import pytest
-from cache_requests import P, cached, compute, counts, manager_of, tokens
-from cache_values import make_layout, make_spec
+from cache_requests import P, cached, compute, counts, manager_of
 
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, Window
 from kvist.step import NO_PAGE
+from kvist.testing.values import make_layout, make_spec, tokens
 
 # Reuse
 

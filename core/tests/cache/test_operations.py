@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_engine import MIXES, Engine
-from cache_requests import P, manager_of, tokens
-from cache_values import make_spec
+from cache_requests import P, manager_of
 
 from kvist.errors import CapacityError, RequestError, SpecError, StateError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
+from kvist.testing.engine import MIXES, Engine
+from kvist.testing.values import make_spec, tokens
 
 STATES = {"state", "history+state", "window+state", "history+windows+state"}
 ALL = list(MIXES)

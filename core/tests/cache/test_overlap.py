@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cache_requests import P, cached, compute, manager_of, tokens
-from cache_values import make_layout, make_spec
+from cache_requests import P, cached, compute, manager_of
 
 from kvist.errors import StateError
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
+from kvist.testing.values import make_layout, make_spec, tokens
 
 
 def test_drafts_in_flight_stay_undecided_when_an_older_step_is_completed() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from cache_values import make_layout, make_spec
 
 from kvist.owed import Owed
 from kvist.spec import History
 from kvist.step import Step
+from kvist.testing.values import make_layout, make_spec
 
 NOTHING = np.empty(0, np.int32)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_values import Values, make_layout, make_spec
 
 from kvist.errors import CapacityError
 from kvist.manager import PagedCacheManager, Run
 from kvist.policies import ReuseRate
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, State, Window
+from kvist.testing.values import Values, make_layout, make_spec
 
 MIXES = {
     "history": (History(),),

@@ -1,4 +1,4 @@
-"""The whole contract at random, against models that know nothing of pages: see support/cache_machine.py.
+"""The whole contract at random, against models that know nothing of pages: see kvist.testing.machine.
 
 Hypothesis drives the machine where a failure should shrink to a few operations; a seeded generator drives the same
 operations many times as fast, which is where most of the operations of the slow set come from.
@@ -9,86 +9,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from cache_drive import LENGTH, Violation, drive
-from cache_machine import OPERATIONS, CacheMachine
-from cache_mixes import MIXES, Draw, Setup
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-_BELOW = [st.integers(0, below) for below in range(64)]
-
-
-def drawing(data: st.DataObject) -> Draw:
-    def draw(below: int) -> int:
-        if below <= 1:
-            return 0
-        return data.draw(_BELOW[below - 1] if below <= len(_BELOW) else st.integers(0, below - 1))
-
-    return draw
-
-
-class Traffic(RuleBasedStateMachine):
-    """Rules are added below, from the table of operations."""
-
-    executed = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.machine: CacheMachine | None = None
-        self.broken = False
-
-    @initialize(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
-        self.machine = CacheMachine(Setup.choose(drawing(data)))
-
-    def operate(self, name: str, data: st.DataObject) -> None:
-        type(self).executed += 1
-        # What fails leaves the machine anywhere: its end says nothing then.
-        self.broken = True
-        getattr(self.machine, name)(drawing(data))
-        self.broken = False
-
-    @invariant()
-    def everything_holds(self) -> None:
-        if self.machine is not None:
-            self.machine.check()
-
-    def teardown(self) -> None:
-        if self.machine is not None and not self.broken:
-            self.machine.finish(lambda below: 0)
-
-
-def _rule(name: str):
-    def operation(self: Traffic, data: st.DataObject) -> None:
-        self.operate(name, data)
-
-    operation.__name__ = name
-    return rule(data=st.data())(operation)
-
-
-# Hypothesis chooses among rules evenly, so what is to come often is there more than once.
-Machine = type(
-    "Machine",
-    (Traffic,),
-    {f"{name}_{n}": _rule(name) for name, weight in OPERATIONS.items() for n in range(-(-weight // 8))},
-)
-
-
-def run_with_hypothesis(examples: int, steps: int) -> int:
-    Machine.executed = 0
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return Machine.executed
+from kvist.testing.drive import LENGTH, ViolationError, drive
+from kvist.testing.machine import CacheMachine
+from kvist.testing.mixes import MIXES, Draw, Setup
+from kvist.testing.stateful import run_with_hypothesis
 
 
 def test_rules_in_any_order() -> None:
@@ -121,7 +46,9 @@ def test_a_violation_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -
         assert not self.flights, "a step is in flight"
 
     monkeypatch.setattr(CacheMachine, "leave", wrong)
-    with pytest.raises(Violation, match=r"seed \d+, Setup\(mix=.*after operation \d+, leave: .*a step is in flight"):
+    with pytest.raises(
+        ViolationError, match=r"seed \d+, Setup\(mix=.*after operation \d+, leave: .*a step is in flight"
+    ):
         sum(drive(seed) for seed in range(9))
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
-from cache_requests import cached, compute, manager_of, tokens
+from cache_requests import cached, compute, manager_of
 from cache_traffic import MIXES, traffic_of
-from cache_values import make_layout, make_spec
 
 from kvist.errors import CapacityError, StateError
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 from kvist.stats import _COUNTERS, _GROUP_COUNTERS
+from kvist.testing.values import make_layout, make_spec, tokens
 
 
 def requests_of(manager) -> tuple[int, int, int]:

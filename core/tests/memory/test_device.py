@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_values import make_spec
 
 from kvist.layout import Layout
 from kvist.memory import device
 from kvist.spec import History, Window
 from kvist.step import Step, overlaps
+from kvist.testing.values import make_spec
 
 torch = pytest.importorskip("torch")
 

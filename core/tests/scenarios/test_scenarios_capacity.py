@@ -7,15 +7,15 @@ no change on refusal, and an arithmetic that says what can ever fit.
 from __future__ import annotations
 
 import pytest
-from cache_engine import MIXES, Engine
-from cache_requests import P, manager_of, tokens
-from cache_values import make_layout, make_spec
+from cache_requests import P, manager_of
 
 from kvist.errors import CapacityError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, State, Stream, Window
+from kvist.testing.engine import MIXES, Engine
+from kvist.testing.values import make_layout, make_spec, tokens
 
 # 31. A request larger than the pool
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cache_engine import MIXES, Engine, held_blocks
-from cache_requests import manager_of, tokens
+from cache_requests import manager_of
 
 from kvist.errors import RequestError, StateError
 from kvist.manager import Run
 from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence
 from kvist.spec import History, Scope, State, Window
+from kvist.testing.engine import MIXES, Engine, held_blocks
+from kvist.testing.values import tokens
 
 ALL = list(MIXES)
 

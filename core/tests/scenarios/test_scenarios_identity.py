@@ -7,12 +7,13 @@ import sys
 
 import numpy as np
 import pytest
-from cache_engine import MIXES, Engine, shared_length
-from cache_requests import manager_of, tokens
+from cache_requests import manager_of
 
 from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.manager import Run
 from kvist.spec import Scope
+from kvist.testing.engine import MIXES, Engine, shared_length
+from kvist.testing.values import tokens
 
 W1, W2, OTHER = (Scope(adapter=name * 64) for name in "abc")
 HIGH_BITS = ("8" + "0" * 63, "0" * 64)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cache_engine import MIXES, Engine, held_blocks, shared_length
-from cache_requests import manager_of, tokens
+from cache_requests import manager_of
 
 from kvist.errors import CapacityError, StateError
 from kvist.manager import Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, State, Window
+from kvist.testing.engine import MIXES, Engine, held_blocks, shared_length
+from kvist.testing.values import tokens
 
 BLOCKS = [1, 2, 4, 7]
 STATES = {"state", "history+state", "window+state", "history+windows+state"}

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_bytes import ByteValues
-from cache_engine import Engine
 
 from kvist.errors import SpecError
 from kvist.layout import Layout, RowMajor
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, ScaleFormat, State, Stream, Window
+from kvist.testing.byte_values import ByteValues
+from kvist.testing.engine import Engine
 
 
 def engine_of(

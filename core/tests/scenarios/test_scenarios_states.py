@@ -6,15 +6,16 @@ import sys
 
 import numpy as np
 import pytest
-from cache_bytes import ByteValues
-from cache_engine import Engine, shared_length
-from cache_requests import manager_of, tokens
+from cache_requests import manager_of
 
 from kvist.errors import CapacityError, RequestError, SpecError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
+from kvist.testing.byte_values import ByteValues
+from kvist.testing.engine import Engine, shared_length
+from kvist.testing.values import tokens
 
 HYBRIDS = [(State(),), (History(), State()), (Window(5), State()), (History(), Window(6, sinks=2), State())]
 

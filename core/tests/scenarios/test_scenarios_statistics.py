@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
-from cache_engine import MIXES, Engine
 from cache_requests import manager_of
 
 from kvist.manager import Run
+from kvist.testing.engine import MIXES, Engine
 
 
 def test_a_refused_request_is_counted_once_it_runs() -> None:

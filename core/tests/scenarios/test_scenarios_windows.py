@@ -6,12 +6,12 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import pytest
-from cache_engine import Engine, held_blocks
 from cache_requests import manager_of
 
 from kvist.manager import Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
+from kvist.testing.engine import Engine, held_blocks
 
 WINDOWS = [Window(1), Window(2), Window(4), Window(7), Window(8), Window(9), Window(3, sinks=1), Window(6, sinks=5)]
 

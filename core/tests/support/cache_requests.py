@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-from cache_values import make_layout, make_spec
-
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Retention, Scope
+from kvist.testing.values import make_layout, make_spec, tokens
 
 P = 4
 DEFAULT = Scope()
@@ -24,11 +22,6 @@ def manager_of(
     """A manager whose groups have equal pages, ``pages`` of them in all; full attention unless said otherwise."""
     spec = make_spec(block_tokens, *(retentions or (History(),)), **options)
     return PagedCacheManager(make_layout(spec, pages), restore, backoff_tokens)
-
-
-def tokens(*parts: int | range) -> np.ndarray:
-    """int32 ids, from single ids and ranges."""
-    return np.concatenate([[part] if isinstance(part, int) else list(part) for part in parts]).astype(np.int32)
 
 
 def compute(manager: PagedCacheManager, sequence, count: int | None = None):

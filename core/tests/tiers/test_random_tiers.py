@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_traffic import Traffic
-from tier_values import Cache
 
 from kvist.errors import CapacityError
 from kvist.events import DEVICE, apply
@@ -14,6 +13,7 @@ from kvist.manager import Run
 from kvist.prefix.named import keys_of
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
+from kvist.testing.tier_values import Cache
 
 MIXES = {
     "history": (History(),),

@@ -7,12 +7,13 @@ import itertools
 
 import numpy as np
 import pytest
-from tier_values import Cache, flat
 
 from kvist.manager import Run
 from kvist.memory import blockfile
 from kvist.memory.mover import Tier
 from kvist.spec import History, State, Window
+from kvist.testing.tier_values import Cache
+from kvist.testing.values import tokens
 
 MIXES = {"history": (History(),), "history+window": (History(), Window(6)), "history+state": (History(), State())}
 
@@ -36,10 +37,10 @@ def test_two_pages_for_one_host_page() -> None:
     assert len(cache.copier.queued) == 1
     cache.flush()
     cache.evict_device()
-    loadable = {begin: cache.manager.open(flat(range(begin, begin + 5))).loadable for begin in (1, 11, 21)}
+    loadable = {begin: cache.manager.open(tokens(range(begin, begin + 5))).loadable for begin in (1, 11, 21)}
     assert sorted(loadable.values()) == [0, 0, 4]
     begin = next(begin for begin, length in loadable.items() if length)
-    sequence = cache.manager.open(flat(range(begin, begin + 5)))
+    sequence = cache.manager.open(tokens(range(begin, begin + 5)))
     cache.load(sequence)
     cache.compute(sequence)
 
@@ -51,10 +52,10 @@ def test_a_page_is_copied_from_while_it_is_brought_in(order) -> None:
     cache.cached(range(1, 9))
     cache.flush()
     cache.evict_device()
-    first = cache.manager.open(flat(range(1, 10)))
-    second = cache.manager.open(flat(range(1, 8), 50))
+    first = cache.manager.open(tokens(range(1, 10)))
+    second = cache.manager.open(tokens(range(1, 8), 50))
     assert cache.manager.load(first) and cache.manager.load(second)
-    third = cache.manager.open(flat(range(1, 7), 60))
+    third = cache.manager.open(tokens(range(1, 7), 60))
     assert third.computed == 0
     cache.compute(third)
     tickets = list(cache.copier.queued)
@@ -70,7 +71,7 @@ def test_a_page_is_copied_from_while_it_is_brought_in(order) -> None:
 def test_a_page_is_stored_before_it_is_filled() -> None:
     """35 (c): what a step is still to write goes down after that."""
     cache = Cache(device_pages=16, host_pages=16)
-    sequence = cache.manager.open(flat(range(1, 9)))
+    sequence = cache.manager.open(tokens(range(1, 9)))
     step = cache.manager.plan([Run(sequence, 8)]).commit()
     cache.poll()
     assert not cache.copier.queued
@@ -135,7 +136,7 @@ def test_files_that_are_not_what_they_were(mix: str, how: str, tmp_path) -> None
     cache.manager._claims.forget()
     cache.flush()
     damage(tmp_path, how)
-    sequence = cache.manager.open(flat(range(1, 15)))
+    sequence = cache.manager.open(tokens(range(1, 15)))
     assert sequence.loadable == 12
     assert cache.manager.load(sequence)
     cache.copier.run()
@@ -160,10 +161,10 @@ def test_a_restart_with_other_settings_finds_nothing_and_with_the_same_everythin
         (MIXES[mix], {"block": 2}),
     ):
         cache = restarted(cache, tmp_path, *retentions, **options)
-        assert cache.manager.open(flat(range(1, 15))).loadable == 0
+        assert cache.manager.open(tokens(range(1, 15))).loadable == 0
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.block")}
     cache = restarted(cache, tmp_path, *MIXES[mix])
-    sequence = cache.manager.open(flat(range(1, 15)))
+    sequence = cache.manager.open(tokens(range(1, 15)))
     cache.load(sequence)
     assert sequence.computed == 12
     cache.compute(sequence)
@@ -180,7 +181,7 @@ def test_a_failed_copy_is_not_a_loaded_one(below: str, tmp_path) -> None:
     cache.cached(range(1, 13))
     cache.flush()
     cache.evict_device()
-    sequence = cache.manager.open(flat(range(1, 14)))
+    sequence = cache.manager.open(tokens(range(1, 14)))
     assert cache.manager.load(sequence)
     ((ticket, copy),) = cache.copier.queued.items()
     # The disk reads the deepest block first.
@@ -190,7 +191,7 @@ def test_a_failed_copy_is_not_a_loaded_one(below: str, tmp_path) -> None:
     assert (sequence.computed, sequence.reused, sequence.loadable) == (4, 4, 4)
     assert cache.tier(below).failed_blocks == 1
     # What failed is dropped from its tier, and not tried for ever.
-    other = cache.manager.open(flat(range(1, 14)))
+    other = cache.manager.open(tokens(range(1, 14)))
     assert (other.computed, other.loadable) == (4, 4)
     cache.manager.close(other)
     cache.compute(sequence)
@@ -199,7 +200,7 @@ def test_a_failed_copy_is_not_a_loaded_one(below: str, tmp_path) -> None:
     assert cache.tier(below).reused_tokens == 4
     # Then all three fail.
     cache.evict_device()
-    sequence = cache.manager.open(flat(range(1, 14)))
+    sequence = cache.manager.open(tokens(range(1, 14)))
     assert cache.manager.load(sequence)
     cache.copier.fail(next(iter(cache.copier.queued)))
     cache.poll()
@@ -216,7 +217,7 @@ def test_new_weights_invalidate_every_tier(running: bool, tmp_path) -> None:
     cache = Cache(device_pages=60, host_pages=60, folder=tmp_path)
     cache.cached(range(1, 13))
     cache.flush()
-    live = cache.manager.open(flat(range(30, 42)))
+    live = cache.manager.open(tokens(range(30, 42)))
     cache.compute(live)
     cache.cached(range(50, 62))
     waiting = None
@@ -226,14 +227,14 @@ def test_new_weights_invalidate_every_tier(running: bool, tmp_path) -> None:
         cache.copier.run()
         cache.poll()
         cache.manager._claims.forget()
-        waiting = cache.manager.open(flat(range(1, 14)))
+        waiting = cache.manager.open(tokens(range(1, 14)))
         cache.cached(range(70, 82))
         cache.poll()
         assert cache.manager.load(waiting)
         assert {copy.target for copy in cache.copier.queued.values()} == {Tier.DEVICE, Tier.HOST, Tier.DISK}
     else:
         cache.flush()
-    undecided = cache.manager.open(flat(range(50, 61), 0))
+    undecided = cache.manager.open(tokens(range(50, 61), 0))
     cleared = cache.manager.clear()
     assert undecided.loadable == undecided.computed and not cache.manager.load(undecided)
     cache.manager.close(undecided)
@@ -244,7 +245,7 @@ def test_new_weights_invalidate_every_tier(running: bool, tmp_path) -> None:
     cache.check()
     for _ in range(2):
         for begin in (1, 30, 50, 70):
-            sequence = cache.manager.open(flat(range(begin, begin + 13)))
+            sequence = cache.manager.open(tokens(range(begin, begin + 13)))
             assert (sequence.computed, sequence.loadable) == (0, 0)
             cache.manager.close(sequence)
         cache.flush()
@@ -257,10 +258,10 @@ def test_new_weights_invalidate_every_tier(running: bool, tmp_path) -> None:
     cache.manager.close(live)
     cache.flush()
     assert not list(tmp_path.rglob("*.block"))
-    assert cache.manager.open(flat(range(30, 44))).loadable == 0
+    assert cache.manager.open(tokens(range(30, 44))).loadable == 0
     assert cache.tier("host").used_bytes == 0
     again = restarted(cache, tmp_path, host_pages=60)
-    assert again.manager.open(flat(range(1, 14))).loadable == 0
+    assert again.manager.open(tokens(range(1, 14))).loadable == 0
 
 
 def test_a_copy_to_the_disk_that_runs_after_the_clear_keeps_nothing(tmp_path) -> None:
@@ -272,7 +273,7 @@ def test_a_copy_to_the_disk_that_runs_after_the_clear_keeps_nothing(tmp_path) ->
     cache.copier.run()
     assert not list(tmp_path.rglob("*.block"))
     again = restarted(cache, tmp_path)
-    assert again.manager.open(flat(range(1, 14))).loadable == 0
+    assert again.manager.open(tokens(range(1, 14))).loadable == 0
 
 
 def test_who_computes_on_under_new_weights_is_found_under_them() -> None:

@@ -7,7 +7,6 @@ import itertools
 import attrs
 import numpy as np
 import pytest
-from tier_values import Cache, flat
 
 from kvist.errors import SpecError, StateError, TierError
 from kvist.manager import PagedCacheManager, Run, Tiers
@@ -15,6 +14,8 @@ from kvist.memory.copier import ManualCopier
 from kvist.memory.mover import Tier
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, State, Window
+from kvist.testing.tier_values import Cache
+from kvist.testing.values import tokens
 
 MIXES = {
     "history": (History(),),
@@ -61,8 +62,8 @@ def test_every_stream_travels(mix: str, below: str, tmp_path) -> None:
     assert cache.manager.copying == 0
     cache.flush()
     drop_device(cache)
-    assert cache.manager.probe(flat(range(1, 24))) == 0
-    sequence = cache.manager.open(flat(range(1, 24)))
+    assert cache.manager.probe(tokens(range(1, 24))) == 0
+    sequence = cache.manager.open(tokens(range(1, 24)))
     assert (sequence.reused, sequence.computed) == (0, 0)
     # An open last block has no content key.
     expected = 20 if below == "disk" else 22
@@ -88,7 +89,7 @@ def test_a_restart_finds_the_prefix_on_disk(mix: str, tmp_path) -> None:
     cache.copier.close()
     cache.disk.close()
     again = made(mix, "both", tmp_path)
-    sequence = again.manager.open(flat(range(1, 24)))
+    sequence = again.manager.open(tokens(range(1, 24)))
     assert sequence.loadable == 20
     again.load(sequence)
     again.compute(sequence)
@@ -98,7 +99,7 @@ def test_a_restart_finds_the_prefix_on_disk(mix: str, tmp_path) -> None:
     assert all(path.stat().st_mtime_ns == time for path, time in written.items() if path.exists())
     # What came from the disk is on the host now.
     drop_device(again)
-    sequence = again.manager.open(flat(range(1, 24)))
+    sequence = again.manager.open(tokens(range(1, 24)))
     again.load(sequence)
     assert sequence.below.disk_tokens == 0
 
@@ -110,7 +111,7 @@ def test_nothing_happens_before_poll_and_nobody_waits_for_a_copy() -> None:
     cache.poll()
     assert len(cache.copier.queued) == cache.manager.copying == 1
     # The content is on the device all the time, and others reuse it.
-    assert cache.manager.probe(flat(range(1, 10))) == 8
+    assert cache.manager.probe(tokens(range(1, 10))) == 8
     cache.cached(range(1, 10))
     cache.poll()
     assert cache.tier("host").groups[0].moved_down == 0
@@ -133,7 +134,7 @@ def test_copies_finish_in_any_order(order) -> None:
             cache.poll()
     cache.flush()
     drop_device(cache)
-    sequences = [cache.manager.open(flat(range(100 * n, 100 * n + 11))) for n in range(3)]
+    sequences = [cache.manager.open(tokens(range(100 * n, 100 * n + 11))) for n in range(3)]
     assert all(cache.manager.load(sequence) for sequence in sequences)
     tickets = list(cache.copier.queued)
     for done, place in enumerate(order, 1):
@@ -185,7 +186,7 @@ def test_a_loading_sequence_cannot_be_planned() -> None:
     cache.cached(range(1, 9))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 10)))
+    sequence = cache.manager.open(tokens(range(1, 10)))
     assert cache.manager.load(sequence)
     assert not cache.manager.load(sequence)
     with pytest.raises(StateError) as error:
@@ -206,7 +207,7 @@ def test_a_load_that_finds_no_room_changes_nothing() -> None:
     drop_device(cache)
     taker = cache.manager.open(np.arange(100, 124), reuse=False)
     cache.compute(taker)
-    sequence = cache.manager.open(flat(range(1, 18)))
+    sequence = cache.manager.open(tokens(range(1, 18)))
     before = cache.manager.stats()
     assert sequence.loadable == 16
     assert not cache.manager.load(sequence)
@@ -223,7 +224,7 @@ def test_who_waits_for_a_load_may_leave(end: str) -> None:
     cache.cached(range(1, 17))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 18)))
+    sequence = cache.manager.open(tokens(range(1, 18)))
     assert cache.manager.load(sequence)
     getattr(cache.manager, end)(*{"clear": (), "truncate": (sequence, 5)}.get(end, (sequence,)))
     assert not sequence.loading
@@ -231,7 +232,7 @@ def test_who_waits_for_a_load_may_leave(end: str) -> None:
     cache.copier.run()
     cache.poll()
     # It arrives for everybody, unless it must not.
-    assert cache.manager.probe(flat(range(1, 18))) == (0 if end == "clear" else 16)
+    assert cache.manager.probe(tokens(range(1, 18))) == (0 if end == "clear" else 16)
     if end == "suspend":
         assert cache.manager.resume(sequence) == 16
     if end != "close":
@@ -246,9 +247,9 @@ def test_what_others_compute_while_it_comes_up_is_kept_once() -> None:
     cache.cached(range(1, 17))
     cache.flush()
     drop_device(cache)
-    first = cache.manager.open(flat(range(1, 18)))
+    first = cache.manager.open(tokens(range(1, 18)))
     assert cache.manager.load(first)
-    other = cache.manager.open(flat(range(1, 14)))
+    other = cache.manager.open(tokens(range(1, 14)))
     cache.compute(other)
     cache.copier.run()
     cache.poll()
@@ -266,7 +267,7 @@ def test_what_others_compute_while_it_comes_up_is_kept_once() -> None:
 def test_suspend_moves_down_and_resume_with_load_moves_up(mix: str, below: str, tmp_path) -> None:
     """st-03, sx-08: another request can use all of the device, and nothing is computed again."""
     cache = made(mix, below, tmp_path, restore=RestorePolicy(every_blocks=1))
-    sequence = cache.manager.open(flat(range(1, 20)))
+    sequence = cache.manager.open(tokens(range(1, 20)))
     cache.compute(sequence)
     sequence.extend([20, 21])
     cache.compute(sequence)
@@ -295,7 +296,7 @@ def test_suspend_moves_down_and_resume_with_load_moves_up(mix: str, below: str, 
 def test_what_is_suspended_cannot_be_lost_while_it_moves_down() -> None:
     """ev-03: held until it is below, then evictable."""
     cache = Cache(device_pages=8, host_pages=8)
-    sequence = cache.manager.open(flat(range(1, 17)))
+    sequence = cache.manager.open(tokens(range(1, 17)))
     cache.compute(sequence)
     cache.manager.suspend(sequence)
     taker = cache.manager.open(np.arange(100, 132), reuse=False)
@@ -313,7 +314,7 @@ def test_what_is_suspended_without_room_below_is_given_up_at_once() -> None:
     cache = Cache(device_pages=8, host_pages=8, pending_max=1)
     cache.cached(range(50, 58))
     cache.poll()
-    sequence = cache.manager.open(flat(range(1, 9)))
+    sequence = cache.manager.open(tokens(range(1, 9)))
     cache.compute(sequence)
     assert cache.copier.room == 0
     cache.manager.suspend(sequence)
@@ -335,7 +336,7 @@ def test_the_host_keeps_what_was_used_last() -> None:
     cache.cached(range(300, 308))
     cache.flush()
     drop_device(cache)
-    loadable = [cache.manager.open(flat(range(100 * n, 100 * n + 9))).loadable for n in range(4)]
+    loadable = [cache.manager.open(tokens(range(100 * n, 100 * n + 9))).loadable for n in range(4)]
     assert loadable[0] == loadable[3] == 8
     assert loadable[1] == 0
     host = cache.tier("host").groups[0]
@@ -348,7 +349,7 @@ def test_a_host_smaller_than_a_prompt_keeps_its_beginning() -> None:
     cache.cached(range(1, 33))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 34)))
+    sequence = cache.manager.open(tokens(range(1, 34)))
     assert sequence.loadable in (8, 12)
     cache.load(sequence)
     cache.compute(sequence)
@@ -361,15 +362,15 @@ def test_what_is_too_short_is_not_worth_a_copy() -> None:
     cache.flush()
     assert cache.tier("host").groups[0].moved_down == 4
     drop_device(cache)
-    assert cache.manager.open(flat(range(100, 117))).loadable == 16
+    assert cache.manager.open(tokens(range(100, 117))).loadable == 16
     cache.cached(range(100, 108))
     # Two blocks only are missing.
-    assert cache.manager.open(flat(range(100, 117))).loadable == 8
+    assert cache.manager.open(tokens(range(100, 117))).loadable == 8
 
 
 def test_sequences_without_reuse_leave_no_trace_below() -> None:
     cache = Cache(host_pages=16)
-    sequence = cache.manager.open(flat(range(1, 18)), reuse=False)
+    sequence = cache.manager.open(tokens(range(1, 18)), reuse=False)
     cache.compute(sequence)
     assert sequence.loadable == sequence.computed
     cache.manager.suspend(sequence)
@@ -384,8 +385,8 @@ def test_scopes_never_meet_below(tmp_path) -> None:
     cache.cached(range(1, 9), scope=Scope(salt="a"))
     cache.flush()
     drop_device(cache)
-    assert cache.manager.open(flat(range(1, 10)), Scope(salt="b")).loadable == 0
-    sequence = cache.manager.open(flat(range(1, 10)), Scope(salt="a"))
+    assert cache.manager.open(tokens(range(1, 10)), Scope(salt="b")).loadable == 0
+    sequence = cache.manager.open(tokens(range(1, 10)), Scope(salt="a"))
     cache.load(sequence)
     cache.compute(sequence)
 
@@ -401,7 +402,7 @@ def test_sources_of_a_prompt_add_up_over_the_tiers(tmp_path) -> None:
     cache.flush()
     drop_device(cache)
     cache.cached(range(1, 9))
-    sequence = cache.manager.open(flat(range(1, 26)))
+    sequence = cache.manager.open(tokens(range(1, 26)))
     device = sequence.computed
     assert (device, sequence.loadable) == (8, 24)
     cache.load(sequence)
@@ -424,7 +425,7 @@ def test_the_cold_tiers_count_every_block_once(tmp_path) -> None:
         assert host.used_bytes == sum(group.used * group.page_bytes for group in host.groups)
         # Known below already, so nothing moves down again.
         drop_device(cache)
-        sequence = cache.manager.open(flat(range(1, 25)))
+        sequence = cache.manager.open(tokens(range(1, 25)))
         cache.load(sequence)
         cache.manager.close(sequence)
         cache.flush()
@@ -436,7 +437,7 @@ def test_a_snapshot_without_room_below_is_left_out() -> None:
     cache.cached(range(1, 25))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 26)))
+    sequence = cache.manager.open(tokens(range(1, 26)))
     if sequence.loadable:
         cache.load(sequence)
     cache.compute(sequence)
@@ -449,11 +450,11 @@ def test_pages_that_a_step_still_writes_are_no_place_for_a_load(ran: bool) -> No
     cache.cached(range(1, 17))
     cache.flush()
     drop_device(cache)
-    parent = cache.manager.open(flat(range(50, 56)))
+    parent = cache.manager.open(tokens(range(50, 56)))
     cache.compute(parent)
     child = cache.manager.fork(parent)
     cache.manager.close(child)
-    sequence = cache.manager.open(flat(range(1, 18)))
+    sequence = cache.manager.open(tokens(range(1, 18)))
     assert cache.manager.load(sequence)
     (copy,) = cache.copier.queued.values()
     owed = cache.manager._pages_in_use()[0]
@@ -468,7 +469,7 @@ def test_pages_that_a_step_still_writes_are_no_place_for_a_load(ran: bool) -> No
 def test_what_a_fork_never_copied_is_not_written_down() -> None:
     """ev-07, 35c: published, and not there before the next step."""
     cache = Cache(device_pages=24, host_pages=24)
-    parent = cache.manager.open(flat(range(1, 7)))
+    parent = cache.manager.open(tokens(range(1, 7)))
     cache.compute(parent)
     child = cache.manager.fork(parent)
     cache.manager.close(child)
@@ -478,7 +479,7 @@ def test_what_a_fork_never_copied_is_not_written_down() -> None:
     cache.compute(parent)
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 7), 50))
+    sequence = cache.manager.open(tokens(range(1, 7), 50))
     cache.load(sequence)
     cache.compute(sequence)
 
@@ -498,7 +499,7 @@ def test_copies_down_that_fail_are_not_there(mix: str, failing, tmp_path) -> Non
         cache.check()
     assert cache.tier("host").failed_blocks > 0
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 14)))
+    sequence = cache.manager.open(tokens(range(1, 14)))
     if sequence.loadable:
         cache.load(sequence)
     cache.compute(sequence)
@@ -514,7 +515,7 @@ def test_a_closed_copier_changes_nothing() -> None:
         cache.manager.poll()
     cache.check()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 10)))
+    sequence = cache.manager.open(tokens(range(1, 10)))
     with pytest.raises(StateError, match="the copier is closed"):
         cache.manager.load(sequence)
     cache.check()
@@ -524,7 +525,7 @@ def test_a_closed_copier_changes_nothing() -> None:
 def test_without_tiers_nothing_is_loadable() -> None:
     cache = Cache(host_pages=4)
     manager = PagedCacheManager(cache.layout)
-    sequence = manager.open(flat(range(1, 10)))
+    sequence = manager.open(tokens(range(1, 10)))
     assert sequence.loadable == sequence.computed == 0 and not sequence.loading
     assert not manager.load(sequence)
     manager.poll()
@@ -549,7 +550,7 @@ def test_tiers_that_do_not_fit_are_refused(tmp_path) -> None:
 
 def test_another_process_s_sequence_does_not_load() -> None:
     cache, other = Cache(host_pages=4), Cache(host_pages=4)
-    sequence = other.manager.open(flat(range(1, 9)))
+    sequence = other.manager.open(tokens(range(1, 9)))
     with pytest.raises(StateError, match="another manager's sequence"):
         cache.manager.load(sequence)
 
@@ -559,7 +560,7 @@ def test_a_sequence_that_has_run_does_not_load() -> None:
     cache.cached(range(1, 17))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 18)))
+    sequence = cache.manager.open(tokens(range(1, 18)))
     cache.compute(sequence, 2)
     assert not cache.manager.load(sequence)
     cache.compute(sequence)
@@ -595,7 +596,7 @@ def test_a_full_disk_keeps_beginnings(tmp_path) -> None:
     cache.cached(range(1, 21))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 22)))
+    sequence = cache.manager.open(tokens(range(1, 22)))
     assert sequence.loadable == 12
     cache.load(sequence)
     cache.compute(sequence)
@@ -606,10 +607,10 @@ def test_a_gap_on_the_disk_ends_what_it_has(tmp_path) -> None:
     cache.cached(range(1, 17))
     cache.flush()
     content = cache.manager._lower._content
-    keys = content.keys(cache.manager._tree.walk(Scope(), flat(range(1, 17))))
+    keys = content.keys(cache.manager._tree.walk(Scope(), tokens(range(1, 17))))
     assert cache.disk.remove(keys[1])
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 18)))
+    sequence = cache.manager.open(tokens(range(1, 18)))
     assert sequence.loadable == 4
     cache.load(sequence)
     # What is missing in the middle comes back when it is computed.
@@ -617,7 +618,7 @@ def test_a_gap_on_the_disk_ends_what_it_has(tmp_path) -> None:
     cache.manager.close(sequence)
     cache.flush()
     drop_device(cache)
-    assert cache.manager.open(flat(range(1, 18))).loadable == 16
+    assert cache.manager.open(tokens(range(1, 18))).loadable == 16
 
 
 def test_a_snapshot_of_an_open_block_is_no_snapshot_of_the_whole_one() -> None:
@@ -626,7 +627,7 @@ def test_a_snapshot_of_an_open_block_is_no_snapshot_of_the_whole_one() -> None:
     cache.flush()
     drop_device(cache)
     cache.cached(range(1, 14))
-    sequence = cache.manager.open(flat(range(1, 9), 50, 51))
+    sequence = cache.manager.open(tokens(range(1, 9), 50, 51))
     # The prompt's own restore point, and not the end of its open block.
     assert (sequence.computed, sequence.loadable) == (0, 4)
     cache.load(sequence)
@@ -639,7 +640,7 @@ def test_a_load_brings_what_the_backoff_leaves(backoff: int) -> None:
     cache.cached(range(1, 21))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 23)))
+    sequence = cache.manager.open(tokens(range(1, 23)))
     assert sequence.loadable == 20 - backoff
     cache.load(sequence)
     assert sequence.computed == 20 - backoff
@@ -653,11 +654,11 @@ def test_a_run_that_was_cut_and_goes_on_differently_has_other_keys(tmp_path) -> 
     taker = cache.manager.open(np.arange(100, 128), reuse=False)
     cache.compute(taker)
     cache.manager.close(taker)
-    assert cache.manager.probe(flat(range(1, 13))) == 4
+    assert cache.manager.probe(tokens(range(1, 13))) == 4
     cache.cached(range(1, 5), range(50, 58))
     cache.flush()
     drop_device(cache)
-    sequence = cache.manager.open(flat(range(1, 5), range(50, 59)))
+    sequence = cache.manager.open(tokens(range(1, 5), range(50, 59)))
     assert sequence.loadable == 12
     cache.load(sequence)
     cache.compute(sequence)
@@ -668,7 +669,7 @@ def test_what_failed_and_cannot_be_dropped_is_not_promised_again() -> None:
     cache.cached(range(1, 13))
     cache.flush()
     drop_device(cache)
-    first, second = (cache.manager.open(flat(range(1, 14))) for _ in range(2))
+    first, second = (cache.manager.open(tokens(range(1, 14))) for _ in range(2))
     assert cache.manager.load(first) and cache.manager.load(second)
     cache.copier.fail(next(iter(cache.copier.queued)))
     cache.poll()

@@ -7,7 +7,6 @@ import time
 import attrs
 import numpy as np
 import pytest
-from cache_values import make_spec
 
 from kvist.keys import format_digest
 from kvist.layout import Layout
@@ -19,6 +18,7 @@ from kvist.memory.mover import CpuMover, Tier
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 from kvist.step import NO_PAGE, Step
+from kvist.testing.values import make_spec
 
 P = 16
 

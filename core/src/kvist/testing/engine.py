@@ -7,13 +7,12 @@ from typing import Any
 
 import attrs
 import numpy as np
-from cache_requests import tokens
-from cache_values import Values
 
 from kvist.manager import PagedCacheManager, Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import History, Retention, Scope, State, Window
 from kvist.step import Step
+from kvist.testing.values import Values, tokens
 
 #: Every kind of group, and the combinations in which one can hide the fault of another.
 MIXES: Mapping[str, tuple[Retention, ...]] = {

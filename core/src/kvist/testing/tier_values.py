@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
-from cache_values import JUNK, Values, make_layout, make_spec
 
 from kvist.keys import format_digest
 from kvist.layout import Layout
@@ -15,7 +16,10 @@ from kvist.memory.copier import ManualCopier
 from kvist.memory.disk import DiskStore
 from kvist.memory.mover import Copy, Tier, block_pages
 from kvist.restore import RestorePolicy
+from kvist.sequence import Sequence as CachedSequence
 from kvist.spec import History, Retention
+from kvist.stats import TierStats
+from kvist.testing.values import JUNK, Array, Values, make_layout, make_spec, tokens
 
 P = 4
 
@@ -25,7 +29,7 @@ class RowMover:
     that it was told to copy."""
 
     def __init__(self) -> None:
-        self.rows: dict[Tier, list[np.ndarray]] = {}
+        self.rows: dict[Tier, list[Array]] = {}
         self.disk: DiskStore | None = None
         #: Values of each group's page that mean something.
         self.widths: list[int] = []
@@ -41,7 +45,7 @@ class RowMover:
         for position in range(copy.block_count):
             if copy.target is Tier.DISK:
                 assert self.disk is not None
-                parts: list = [None] * len(copy.source_pages)
+                parts: list[bytes | None] = [None] * len(copy.source_pages)
                 for group, page in block_pages(copy.source_pages, position):
                     parts[group] = self._read(copy, group, page).tobytes()
                 if not self.disk.put(copy.keys[position], parts, copy.generation):
@@ -50,18 +54,19 @@ class RowMover:
                 assert self.disk is not None
                 found = self.disk.get(copy.keys[position])
                 for group, page in block_pages(copy.target_pages, position):
-                    if found is None or found[group] is None:
+                    part = None if found is None else found[group]
+                    if part is None:
                         failed.append(position)
                         break
-                    self.rows[copy.target][group][page] = np.frombuffer(found[group], np.int64)
+                    self.rows[copy.target][group][page] = np.frombuffer(part, np.int64)
             else:
                 pairs = zip(block_pages(copy.source_pages, position), block_pages(copy.target_pages, position))
                 for (group, source), (_, target) in pairs:
                     self.rows[copy.target][group][target] = self._read(copy, group, source)
         return failed
 
-    def _read(self, copy: Copy, group: int, page: int) -> np.ndarray:
-        row = self.rows[copy.source][group][page]
+    def _read(self, copy: Copy, group: int, page: int) -> Array:
+        row: Array = self.rows[copy.source][group][page]
         if (row[: self.widths[group]] == JUNK).all():
             # Not raised: a copier makes a report of whatever is raised.
             self.faults.append(f"{copy}: page {page} of group {group} holds junk")
@@ -82,7 +87,7 @@ class Cache:
         *retentions: Retention,
         device_pages: int = 16,
         host_pages: int = 0,
-        folder=None,
+        folder: Path | None = None,
         disk_blocks: int = 1000,
         block: int = P,
         pending_max: int = 64,
@@ -116,11 +121,11 @@ class Cache:
     def poison_host(self) -> None:
         """Overwrite every host page that is free."""
         lower = self.manager._lower
-        if lower.host is not None:
+        if lower is not None and lower.host is not None:
             for group, rows in enumerate(self.mover.rows[Tier.HOST]):
                 rows[lower.host.ledger.free_pages(group)] = JUNK
 
-    def compute(self, sequence, count: int | None = None) -> None:
+    def compute(self, sequence: CachedSequence, count: int | None = None) -> None:
         """Run the next tokens (all known ones by default), checking every row that is read."""
         goal = sequence.known if count is None else sequence.computed + count
         while sequence.computed < goal:
@@ -131,9 +136,9 @@ class Cache:
             self.manager.complete(step)
             self.check()
 
-    def cached(self, *parts: int | range, **options) -> None:
+    def cached(self, *parts: int | range, **options: Any) -> None:
         """Compute a prompt and close it."""
-        sequence = self.manager.open(flat(*parts), **options)
+        sequence = self.manager.open(tokens(*parts), **options)
         self.compute(sequence)
         self.manager.close(sequence)
         self.check()
@@ -156,7 +161,7 @@ class Cache:
         self.manager.check()
         assert not self.mover.faults
 
-    def load(self, sequence) -> None:
+    def load(self, sequence: CachedSequence) -> None:
         """Bring up all that is loadable."""
         assert self.manager.load(sequence)
         assert sequence.loading
@@ -177,10 +182,5 @@ class Cache:
         self.manager.close(taker)
         self.check()
 
-    def tier(self, name: str):
+    def tier(self, name: str) -> TierStats:
         return next(tier for tier in self.manager.stats().tiers if tier.name == name)
-
-
-def flat(*parts: int | range) -> np.ndarray:
-    """int32 ids, from single ids and ranges."""
-    return np.concatenate([[part] if isinstance(part, int) else list(part) for part in parts]).astype(np.int32)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvist.layout import Layout
+from kvist.layout import Group, Layout
 from kvist.manager import PagedCacheManager
+from kvist.sequence import Sequence as CachedSequence
 from kvist.spec import CacheSpec, Layer, Retention, RowFormat, Scope, Stream, Window
-from kvist.step import NO_PAGE, Step
+from kvist.step import NO_PAGE, IntArray, Step
 
 JUNK = -1
+
+#: The oracle's own numbers and bytes, of any element type.
+Array = npt.NDArray[Any]
 
 
 def make_spec(
@@ -35,7 +41,12 @@ def make_layout(spec: CacheSpec, page_count: int) -> Layout:
     return Layout.build(spec, (page_count + 1) * max(group.page_bytes for group in one.groups))
 
 
-def fold(tokens: np.ndarray, scope: Scope) -> np.ndarray:
+def tokens(*parts: int | range) -> IntArray:
+    """int32 ids, from single ids and ranges."""
+    return np.concatenate([[part] if isinstance(part, int) else list(part) for part in parts]).astype(np.int32)
+
+
+def fold(tokens: Array, scope: Scope) -> Array:
     """int64 ``[len]``: at each position a value that depends on the scope and on every token up to it."""
     state = hash(scope) & 0x7FFFFFFF
     out = []
@@ -59,17 +70,17 @@ class Values:
         """One memory for all groups, as on a device: a page that two groups use at once cannot go unnoticed."""
         memory = np.full(self.layout.arena_bytes // 8, JUNK, np.int64)
         #: Per group, whole pages and the part of them that has one value per row.
-        self.whole = [
+        self.whole: list[Array] = [
             memory[: len(memory) // (g.page_bytes // 8) * (g.page_bytes // 8)].reshape(-1, g.page_bytes // 8)
             for g in self.layout.groups
         ]
-        self.pages = []
+        self.pages: list[Array] = []
         for group, pages in zip(self.layout.groups, self.whole):
             rows = 1 if group.exact else group.retention.ring or self.layout.block_tokens
             assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
             self.pages.append(pages[:, :rows])
 
-    def poison(self, copies=()) -> None:
+    def poison(self, copies: Sequence[IntArray] = ()) -> None:
         """Overwrite every page that nobody holds or can find, and the reserved ones. Sources of the step's ``copies``
         stay: should it be cancelled, it is as if nobody had written to them."""
         kept = []
@@ -82,7 +93,13 @@ class Values:
         for pages, (sources, content) in zip(self.whole, kept):
             pages[sources] = content
 
-    def run(self, step: Step, sequences: list, tokens: dict, accepted: list[int] | None = None) -> None:
+    def run(
+        self,
+        step: Step,
+        sequences: Sequence[CachedSequence],
+        tokens: Mapping[int, Array],
+        accepted: Sequence[int] | None = None,
+    ) -> None:
         """Execute a step: ``tokens[id(sequence)]`` are all its tokens, the new ones included.
 
         accepted: query tokens of each row that will stay; what the others write is junk.
@@ -90,8 +107,8 @@ class Values:
         # What is free may still be the source of a copy, until something is written to it.
         self._copy(step.copies)
         self.poison(step.copies)
-        for group, pages in enumerate(step.fresh):
-            self.pages[group][pages] = 0
+        for zeroed, pages in zip(self.pages, step.fresh):
+            zeroed[pages] = 0
         for row, sequence in enumerate(sequences):
             end, count = int(step.lengths[row]), int(step.query_lengths[row])
             kept = count if accepted is None else accepted[row]
@@ -114,7 +131,7 @@ class Values:
                         self._read(group, table, position, truth)
         self._copy(step.saves)
 
-    def _copy(self, copies) -> None:
+    def _copy(self, copies: Sequence[IntArray]) -> None:
         for pairs in copies:
             assert len(set(pairs[:, 1].tolist())) == len(pairs), "two copies to one page"
         # Every source of every group before any destination.
@@ -122,23 +139,25 @@ class Values:
         for pages, pairs, content in zip(self.whole, copies, contents):
             pages[pairs[:, 1]] = content
 
-    def _write(self, group, table, start: int, values: np.ndarray) -> None:
+    def _write(self, group: Group, table: IntArray, start: int, values: Array) -> None:
         positions = np.arange(start, len(values))
         pages = table[positions // self.layout.block_tokens]
         assert (pages > 0).all(), f"{group.name}: no page to write positions {start}.."
         self.pages[group.index][pages, positions % self.layout.block_tokens] = values[start:]
 
-    def _turn_ring(self, group, table, start: int, truth: np.ndarray, written: np.ndarray) -> None:
+    def _turn_ring(self, group: Group, table: IntArray, start: int, truth: Array, written: Array) -> None:
         """The step's own rows come from its inputs; what is read from pages are the window's rows before them."""
-        block, ring, pages = self.layout.block_tokens, group.retention.ring, self.pages[group.index]
-        for position in range(max(0, start - group.retention.tokens + 1), start):
+        window, block, pages = group.retention, self.layout.block_tokens, self.pages[group.index]
+        assert isinstance(window, Window)
+        ring = window.ring
+        for position in range(max(0, start - window.tokens + 1), start):
             found = pages[table[position // block], position % ring]
             assert found == truth[position], f"{group.name}: the ring has lost position {position}"
         for position in range(start, len(written)):
             assert table[position // block] > 0, f"{group.name}: no page to write position {position}"
             pages[table[position // block], position % ring] = written[position]
 
-    def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
+    def _advance(self, group: Group, table: IntArray, start: int, before: int, values: Array, drafts: int) -> None:
         """A state is the fold over all tokens so far, and nothing before the first one."""
         states = self.pages[group.index]
         assert table[0] > 0, f"{group.name}: no page for the state"
@@ -149,7 +168,7 @@ class Values:
         else:
             states[table[0], 0] = values[-1]
 
-    def _read(self, group, table, query: int, truth: np.ndarray) -> None:
+    def _read(self, group: Group, table: IntArray, query: int, truth: Array) -> None:
         block = self.layout.block_tokens
         retention = group.retention
         positions = np.arange(query + 1)

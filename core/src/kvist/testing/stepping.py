@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from cache_base import MOST_FLIGHTS, MOST_TOKENS, CacheBase, refused
-from cache_memory import Flight
-from cache_mixes import Draw
-
 from kvist.errors import CapacityError, RequestError, StateError
-from kvist.manager import Run
+from kvist.manager import Plan, Run
+from kvist.testing.bookkeeping import MOST_FLIGHTS, MOST_TOKENS, CacheBase, refused
+from kvist.testing.memory import Flight
+from kvist.testing.mixes import Draw
 
 
 class Stepping(CacheBase):
@@ -49,7 +48,7 @@ class Stepping(CacheBase):
         least = 0 if most is None else max(0, run.query_tokens - most)
         return least + draw(run.query_tokens + 1 - least)
 
-    def _plan(self, draw: Draw):
+    def _plan(self, draw: Draw) -> Plan | None:
         """A plan that may be committed, compared with what the models say it needs; ``None`` for an empty one."""
         runs = self.runs(draw)
         batch = self.batches[draw(2)]
@@ -197,7 +196,7 @@ class Stepping(CacheBase):
 
     def leave(self, draw: Draw) -> None:
         live = self.pick(draw, [live for live in self.lives if any(live.sequence in b.sequences for b in self.batches)])
-        if live is not None:
+        if live is not None and live.sequence.batch is not None:
             live.sequence.batch.leave(live.sequence)
 
     def plan_only(self, draw: Draw) -> None:

@@ -121,7 +121,8 @@ class Setup:
         )
 
     def manager(self) -> PagedCacheManager:
-        target, drafts = [], []
+        target: list[Layer] = []
+        drafts: list[Layer] = []
         for number, kind in enumerate(MIXES[self.mix]):
             width = 16 * (kind.width if self.unequal else 1) * kind.tokens_per_row
             if kind.retention.exact and not self.unequal:

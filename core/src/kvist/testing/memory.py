@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import numpy as np
-from cache_values import JUNK, Values
 
-from kvist.layout import KEPT_ROLLBACK
+from kvist.layout import KEPT_ROLLBACK, Group
 from kvist.manager import PagedCacheManager
 from kvist.plan import Plan
+from kvist.sequence import Sequence
 from kvist.spec import Retention, Window
 from kvist.step import NO_PAGE, IntArray, Step
+from kvist.testing.values import JUNK, Array, Values
 
 
 @attrs.define(eq=False)
@@ -20,10 +23,10 @@ class Live:
     text: its tokens, one byte each, further than it knows them. values: the fold at each of them.
     """
 
-    sequence: object
+    sequence: Sequence
     scope: int
     text: bytes
-    values: np.ndarray
+    values: Array
     shares: bool
     computed: int = 0
     known: int = 0
@@ -166,13 +169,13 @@ class Memory(Values):
         self._copy(step.saves)
         flight.executed = True
 
-    def _write_rows(self, group, table, start: int, values: np.ndarray) -> None:
+    def _write_rows(self, group: Group, table: IntArray, start: int, values: Array) -> None:
         positions = np.arange(start, start + len(values))
         pages = table[positions // self.layout.block_tokens]
         assert pages.min() > 0, f"{group.name}: no page to write positions {start}.."
         self.pages[group.index][pages, positions % self.layout.block_tokens] = values
 
-    def _check(self, group, table, low: int, high: int, truth: np.ndarray) -> None:
+    def _check(self, group: Group, table: IntArray, low: int, high: int, truth: Array) -> None:
         """Positions ``low .. high - 1``, all of which some query reads."""
         block = self.layout.block_tokens
         first = low // block
@@ -182,16 +185,16 @@ class Memory(Values):
         assert np.array_equal(found, truth[low:high]), f"{group.name}: wrong rows at positions {low}..{high - 1}"
 
 
-def _first_reads(retention: Retention):
+def _first_reads(retention: Retention) -> Callable[[int], tuple[int, int]]:
     """A function: query -> leading tokens that are always read, and the first position read besides."""
     if isinstance(retention, Window):
         return lambda query: (retention.sinks, max(0, query - retention.tokens + 1))
     if hasattr(retention, "first_read"):
         return lambda query: (0, retention.first_read(query))
-    return lambda query: (0, 0)
+    return lambda _: (0, 0)
 
 
-def fold_on(values: np.ndarray, scope: int, tokens: bytes) -> np.ndarray:
+def fold_on(values: Array, scope: int, tokens: bytes) -> Array:
     """``values`` with those of further ``tokens``: each depends on the scope and every token up to it."""
     state = int(values[-1]) if len(values) else (scope + 1) * 7919
     out = []

@@ -2,7 +2,7 @@
 
 As a script, for measurements and for faults planted in a copy of the core:
 
-    python cache_drive.py SECONDS [FIRST_SEED]
+    python -m kvist.testing.drive SECONDS [FIRST_SEED]
 
 prints one JSON object: operations, seconds, of the first violation the setup and the text, and which core it was.
 """
@@ -15,21 +15,19 @@ import sys
 import time
 import traceback
 
-from cache_machine import OPERATIONS, CacheMachine
-from cache_mixes import Setup
-
-import kvist
+from kvist.testing.machine import OPERATIONS, CacheMachine
+from kvist.testing.mixes import Setup
 
 #: Operations of one manager, and every how many of them its books are audited.
 LENGTH, AUDIT = 250, 5
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """What went wrong, and how to see it again."""
 
 
 def drive(seed: int, *, length: int = LENGTH, audit: int = AUDIT, machine: type[CacheMachine] = CacheMachine) -> int:
-    """One manager from its beginning to its end. Returns the operations. Raises Violation."""
+    """One manager from its beginning to its end. Returns the operations. Raises ViolationError."""
     rng = random.Random(seed)
 
     def draw(below: int) -> int:
@@ -49,7 +47,7 @@ def drive(seed: int, *, length: int = LENGTH, audit: int = AUDIT, machine: type[
         engine.finish(draw)
     except Exception as error:
         text = f"seed {seed}, {setup}, after {done}: {type(error).__name__}: {error}"
-        raise Violation(text) from error
+        raise ViolationError(text) from error
     return length
 
 
@@ -59,7 +57,7 @@ def main(seconds: float, first_seed: int = 0) -> dict[str, object]:
     while time.monotonic() - begin < seconds:
         try:
             operations += drive(seed)
-        except Violation as violation:
+        except ViolationError as violation:
             cause = violation.__cause__
             where = traceback.extract_tb(cause.__traceback__)[-1] if cause is not None else None
             failure = f"{violation} ({where.name if where else ''})"
@@ -67,8 +65,9 @@ def main(seconds: float, first_seed: int = 0) -> dict[str, object]:
         seed += 1
     took = time.monotonic() - begin
     result = {"operations": operations, "seconds": took, "runs": seed - first_seed, "failure": failure}
-    return {**result, "source": kvist.__file__}
+    return {**result, "source": __file__}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)))
+    outcome = main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    sys.stdout.write(json.dumps(outcome) + "\n")

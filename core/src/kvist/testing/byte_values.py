@@ -6,10 +6,11 @@ from __future__ import annotations
 from zlib import crc32
 
 import numpy as np
-from cache_values import Values
 
-from kvist.layout import Part
+from kvist.layout import Group, Part
 from kvist.spec import Window
+from kvist.step import IntArray
+from kvist.testing.values import Array, Values
 
 _JUNK_BYTE = 0xEE
 
@@ -28,10 +29,10 @@ class ByteValues(Values):
         self.whole = self.pages
 
     @property
-    def groups(self):
+    def groups(self) -> tuple[Group, ...]:
         return self.layout.groups
 
-    def _write(self, group, table, start: int, values: np.ndarray) -> None:
+    def _write(self, group: Group, table: IntArray, start: int, values: Array) -> None:
         block = self.layout.block_tokens
         assert (table[start // block : -(-len(values) // block)] > 0).all(), f"{group.name}: no page to write to"
         for part in group.parts:
@@ -42,7 +43,7 @@ class ByteValues(Values):
                 if last >= start:
                     self._row(group, part, table, row)[:] = _bytes_of(part, values[last])
 
-    def _read(self, group, table, query: int, truth: np.ndarray) -> None:
+    def _read(self, group: Group, table: IntArray, query: int, truth: Array) -> None:
         retention = group.retention
         for part in group.parts:
             ratio = part.stream.tokens_per_row
@@ -55,7 +56,7 @@ class ByteValues(Values):
                     f"{group.name}: layer {part.layer_id} {part.stream.name}: position {query} reads a wrong row {row}"
                 )
 
-    def _advance(self, group, table, start: int, before: int, values: np.ndarray, drafts: int) -> None:
+    def _advance(self, group: Group, table: IntArray, start: int, before: int, values: Array, drafts: int) -> None:
         pages = self.pages[group.index]
         for part in group.parts:
             found = pages[table[0]][part.offset : part.offset + part.byte_count]
@@ -66,15 +67,16 @@ class ByteValues(Values):
                 assert table[column] > 0
                 pages[table[column]][part.offset : part.offset + part.byte_count] = _bytes_of(part, value)
 
-    def _row(self, group, part: Part, table, row: int) -> np.ndarray:
+    def _row(self, group: Group, part: Part, table: IntArray, row: int) -> Array:
         per_block = self.layout.block_tokens // part.stream.tokens_per_row
         page, size = table[row // per_block], part.stream.row.row_bytes
         assert page > 0, f"{group.name}: row {row} is gone"
         begin = part.offset + row % per_block * size
-        return self.pages[group.index][page, begin : begin + size]
+        row_bytes: Array = self.pages[group.index][page, begin : begin + size]
+        return row_bytes
 
 
-def _bytes_of(part: Part, value: int) -> np.ndarray:
+def _bytes_of(part: Part, value: int) -> Array:
     """The row of one layer's stream that stands for ``value``; junk stays junk."""
     mixed = int(value)
     if mixed >= 0:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from cache_memory import Flight, Live, Memory, fold_on
-from cache_mixes import Draw, Setup
-from cache_model import ReuseModel
 
 from kvist.errors import KvistError
 from kvist.events import Entry, Listener, apply
-from kvist.manager import Run
+from kvist.manager import DecodeBatch, Plan, Run, Sequence
 from kvist.spec import Scope
+from kvist.stats import ManagerStats
+from kvist.testing.memory import Flight, Live, Memory, fold_on
+from kvist.testing.mixes import Draw, Setup
+from kvist.testing.model import ReuseModel
 
 #: Open sequences, steps in flight, tokens of a prompt and of a sequence, at most.
 MOST_LIVE, MOST_FLIGHTS, MOST_PROMPT, MOST_TOKENS = 6, 3, 40, 56
@@ -91,7 +92,7 @@ class CacheBase:
     def flying(self, live: Live) -> bool:
         return any(live in flight.rows for flight in self.flights)
 
-    def live_of(self, sequence) -> Live:
+    def live_of(self, sequence: Sequence) -> Live:
         return next(live for live in self.lives if live.sequence is sequence)
 
     def _extend(self, live: Live, known: int) -> None:
@@ -174,12 +175,12 @@ class CacheBase:
     def compare_stats(self) -> None:
         """Numbers are those of the models, and only ever grow where they count."""
         stats, last = self.manager.stats(), self.last
-        found = (stats.requests, stats.prompt_tokens, stats.reused_tokens)
-        assert found == (self.requests, self.prompt_tokens, self.reused_tokens), "requests, prompt and reused tokens"
-        found = (stats.computed_tokens, stats.steps)
-        assert found == (self.computed_tokens, self.steps), "computed tokens, steps"
-        found = (stats.resumes, stats.resumed_tokens, stats.forks, stats.forked_tokens)
-        assert found == (self.resumes, self.resumed_tokens, self.forks, self.forked_tokens), "resumes and forks"
+        prompts = (stats.requests, stats.prompt_tokens, stats.reused_tokens)
+        assert prompts == (self.requests, self.prompt_tokens, self.reused_tokens), "requests, prompt and reused tokens"
+        work = (stats.computed_tokens, stats.steps)
+        assert work == (self.computed_tokens, self.steps), "computed tokens, steps"
+        again = (stats.resumes, stats.resumed_tokens, stats.forks, stats.forked_tokens)
+        assert again == (self.resumes, self.resumed_tokens, self.forks, self.forked_tokens), "resumes and forks"
         assert 0 <= stats.reused_tokens <= stats.prompt_tokens
         assert stats.open_sequences == len(self.lives)
         for now, then in zip(stats.groups, last.groups):
@@ -224,7 +225,7 @@ class CacheBase:
         assert reused >= least, f"reuses {reused} tokens of at least {least}"
         assert reused % self.layout.reuse_unit == 0
 
-    def _compare_points(self, sequence, named: list[int]) -> list[int]:
+    def _compare_points(self, sequence: Sequence, named: list[int]) -> list[int]:
         """Positions inside the prompt that others can resume at, and where chunks end if there are states: the last
         block that the same prompt can resume at, where the prompt leaves what is known, regular intervals, and what the
         caller asked for."""
@@ -274,7 +275,7 @@ class CacheBase:
             self._resumed(live)
         live.may_length, live.must_length = min(live.may_length, back), 0
 
-    def _compare_fit(self, plan, runs: list[Run], decode, stats) -> None:
+    def _compare_fit(self, plan: Plan, runs: list[Run], decode: DecodeBatch | None, stats: ManagerStats) -> None:
         """A plan fits exactly if everything but what is held is enough, where pages serve any group."""
         if self.pages is None:
             return
@@ -290,7 +291,7 @@ class CacheBase:
         room = self.pages - sum(group.held for group in stats.groups)
         assert plan.fits == (needed <= room), f"needs {needed} of {room} pages, fits: {plan.fits}"
 
-    def _compare_evictions(self, before, needed) -> None:
+    def _compare_evictions(self, before: ManagerStats, needed: list[int]) -> None:
         """Nothing is evicted beyond what the step lacked: arenas here are too small to look ahead."""
         after = self.manager.stats()
         gone = sum(group.evicted for group in after.groups) - sum(group.evicted for group in before.groups)
@@ -304,7 +305,7 @@ class CacheBase:
                 f"{gone} gone, {lacking} lacked"
             )
 
-    def _compare_evictions_of_fork(self, before) -> None:
+    def _compare_evictions_of_fork(self, before: ManagerStats) -> None:
         after = self.manager.stats()
         if sum(group.evicted for group in after.groups) > sum(group.evicted for group in before.groups):
             self.model.evicted(self.lives)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_memory import Live
+from kvist.testing.memory import Live
 
 Prefixes = dict[int, dict[bytes, int]]
 #: By scope and prefix: what stands in the block where the prefix ends, with all before it.

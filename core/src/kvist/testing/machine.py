@@ -1,20 +1,23 @@
 """An engine that does everything the contract allows, in any order, and compares what it sees with plain models.
 
-Operations are methods that take a :data:`~cache_mixes.Draw`, so that Hypothesis and a seeded generator drive the same
-ones. :data:`OPERATIONS` gives their weights; what a later part of the contract brings, e.g. tiers, is a subclass with
-more methods and a table with more rows, both of which the drivers take.
+Operations are methods that take a :data:`~kvist.testing.mixes.Draw`, so that Hypothesis and a seeded generator drive
+the same ones. :data:`OPERATIONS` gives their weights; what a later part of the contract brings, e.g. tiers, is a
+subclass with more methods and a table with more rows, both of which the drivers take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
-from cache_base import MOST_LIVE, MOST_PROMPT, SCOPES, refused
-from cache_memory import Flight, Live, fold_on
-from cache_mixes import Draw
-from cache_steps import Stepping
 
 from kvist.errors import CapacityError, RequestError, StateError
-from kvist.manager import Run
+from kvist.manager import Run, Sequence
+from kvist.testing.bookkeeping import MOST_LIVE, MOST_PROMPT, SCOPES, refused
+from kvist.testing.memory import Flight, Live, fold_on
+from kvist.testing.mixes import Draw
+from kvist.testing.stepping import Stepping
 
 #: Weight of each operation in random traffic.
 OPERATIONS = {
@@ -221,8 +224,9 @@ class CacheMachine(Stepping):
         before = manager.stats()
         busy = sequence.in_flight or sequence.batch is not None
         if busy:
-            for call in (manager.suspend, manager.resume, manager.fork):
-                refused(StateError, lambda call=call: call(sequence))
+            calls: tuple[Callable[[Sequence], object], ...] = (manager.suspend, manager.resume, manager.fork)
+            for call in calls:
+                refused(StateError, partial(call, sequence))
             refused(StateError, lambda: manager.truncate(sequence, 1))
         elif live.suspended:
             refused(StateError, lambda: manager.plan([Run(sequence, 1)]))
