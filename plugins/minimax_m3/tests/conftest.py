@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -13,11 +14,17 @@ from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 from transformers.utils import logging as hf_logging
 
+from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.families import Backends, page_layout
+from kvist.attention.gqa import GQAInputs
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.memory.device import DeviceMemory
+from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Stream
+from kvist.step import NO_PAGE, Step
+from kvist_minimax_m3.inputs import SparseInputs
 from kvist_minimax_m3.reference import ReferenceBackend
+from kvist_minimax_m3.selection import Selection
 from kvist_minimax_m3.spec import cache_spec
 from kvist_minimax_m3.transformers import MiniMaxM3Adapter
 
@@ -210,3 +217,169 @@ def logits() -> Callable[[Any, Sequence[int]], torch.Tensor]:
 def tokens() -> Callable[..., np.ndarray]:
     """``tokens(count, seed)``: random ids."""
     return lambda count, seed=0: np.random.default_rng(seed).integers(2, VOCABULARY, count).astype(np.int32)
+
+
+@attrs.frozen
+class Case:
+    """One model's sizes. Layer 1 is dense, layers 4 and 7 are sparse."""
+
+    kv_heads: int = 2
+    index_heads: int = 2
+    query_heads: int = 8
+    head_dim: int = 16
+    index_size: int = 16
+    page: int = 4
+    dtype: str = "float32"
+    index_dtype: str = "float32"
+    selection: Selection = Selection(4, 3, 1)
+
+    def spec(self) -> CacheSpec:
+        row = RowFormat((self.kv_heads, self.head_dim), self.dtype)
+        plain = [Stream(name, row, History(), sharding=Heads(self.kv_heads)) for name in ("k", "v")]
+        index = Stream("index_k", RowFormat((self.index_size,), self.index_dtype), History())
+        return CacheSpec([Layer(1, plain), Layer(4, [*plain, index]), Layer(7, [*plain, index])], self.page, "test")
+
+
+class Paged:
+    """Hand-made steps over one backend, checked token by token against a brute force in float64 without pages.
+
+    Page tables are shuffled, everything that was never written is NaN, and no byte of a page outside the tables may
+    change. content: by layer and sequence, the five inputs of every token.
+    """
+
+    def __init__(self, backend: type[AttentionBackend], case: Case, totals: Sequence[int], seed: int = 0) -> None:
+        self.case, self.totals, self.computed, self.steps = case, list(totals), [0] * len(totals), 0
+        random = self.random = np.random.default_rng(seed)
+        spec = case.spec()
+        blocks = sum(-(-total // case.page) for total in totals)
+        arrangement = backend.page_layout(spec)
+        page_bytes = Layout.build(spec, 1 << 28, arrangement).groups[0].page_bytes
+        self.memory = DeviceMemory(Layout.build(spec, page_bytes * (blocks + 8), arrangement))
+        self.memory.bytes.fill_(255)
+        self.backend = backend(BackendContext(self.memory))
+        free = list(random.permutation(np.arange(1, blocks + 4)))
+        width = max(-(-total // case.page) for total in totals)
+        self.table = np.full((len(totals), width), NO_PAGE, np.int32)
+        # Slots are in another order than the rows of a step.
+        self.slots = random.permutation(len(totals)).astype(np.int32)
+        for slot, total in zip(self.slots, totals):
+            for block in range(-(-total // case.page)):
+                self.table[slot, block] = free.pop()
+        self.unused = np.array(free)
+        sizes = (case.query_heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.head_dim)
+        sizes += (case.index_heads, case.index_size), (case.index_size,)
+        self.content = {
+            (layer, index): [torch.from_numpy(random.normal(size=(total, *size))).float() for size in sizes]
+            for layer in (1, 4, 7)
+            for index, total in enumerate(totals)
+        }
+        self.scale = 0.25
+
+    def inputs(self, layer: int, chunks: Sequence[tuple[int, int]]) -> Any:
+        parts = []
+        for which in range(5):
+            pieces = [
+                self.content[layer, index][which][self.computed[index] : self.computed[index] + count]
+                for index, count in chunks
+            ]
+            parts.append(torch.cat([self.content[layer, 0][which][:0], *pieces]))
+        if layer == 1:
+            return GQAInputs(*parts[:3], self.scale)
+        return SparseInputs(*parts, self.scale, self.case.selection)
+
+    def make_step(self, chunks: Sequence[tuple[int, int]]) -> Step:
+        self.steps += 1
+        return Step(
+            id=self.steps,
+            slots=self.slots[[index for index, _ in chunks]],
+            query_lengths=np.array([count for _, count in chunks], np.int32),
+            lengths=np.array([self.computed[index] + count for index, count in chunks], np.int32),
+            decode_rows=sum(count == 1 for _, count in chunks),
+            tables=(self.table,),
+            copies=(np.zeros((0, 2), np.int32),),
+        )
+
+    def step(self, chunks: Sequence[tuple[int, int]], tolerance: float = 1e-5) -> list[torch.Tensor]:
+        """Compute ``(sequence, tokens)`` in one step and check every layer."""
+        chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
+        self.backend.begin(self.make_step(chunks))
+        outputs = []
+        for layer in (1, 4, 7):
+            output = self.backend.forward(layer, self.inputs(layer, chunks)).clone()
+            want = [
+                self.oracle(layer, index, self.computed[index] + i) for index, count in chunks for i in range(count)
+            ]
+            if want:
+                np.testing.assert_allclose(output.double().numpy(), np.stack(want), rtol=tolerance, atol=tolerance)
+            outputs.append(output)
+        for index, count in chunks:
+            self.computed[index] += count
+        assert bool((self.memory.pages(0)[self.unused] == 255).all()), "a page that no table names was written"
+        return outputs
+
+    def play(self, seed: int, tolerance: float = 1e-5) -> None:
+        """Random ragged steps until every sequence is computed."""
+        random = np.random.default_rng(seed)
+        while left := [n for n, total in enumerate(self.totals) if self.computed[n] < total]:
+            chosen = random.permutation(left)[: random.integers(1, len(left) + 1)]
+            wish = random.choice([1, 1, 2, 5, 9, 13], len(chosen))
+            self.step(
+                [(int(n), int(min(count, self.totals[n] - self.computed[n]))) for n, count in zip(chosen, wish)],
+                tolerance,
+            )
+
+    def selected(self, layer: int, index: int, position: int) -> list[list[int]]:
+        """For each query head, the blocks that it reads, by plain sorting."""
+        case, rule = self.case, self.case.selection
+        query = self.content[layer, index][3][position].double().numpy()
+        key = self.content[layer, index][4][: position + 1].to(getattr(torch, case.index_dtype)).double().numpy()
+        own = position // rule.block_tokens
+        local = {max(own - i, 0) for i in range(rule.local_blocks)}
+
+        def best(score: Callable[[int], float]) -> list[int]:
+            kinds = {block: 0 if block < rule.init_blocks else 1 if block in local else 2 for block in range(own + 1)}
+            ranks = sorted((kinds[b], -score(b) if kinds[b] == 2 else 0.0, b) for b in range(own + 1))
+            return sorted(block for _, _, block in ranks[: rule.topk])
+
+        def score(head: int, block: int) -> float:
+            keys = key[block * rule.block_tokens : (block + 1) * rule.block_tokens]
+            return float(max(keys @ query[head]))
+
+        per_key_head = case.index_heads // case.kv_heads
+        heads = [best(lambda b, h=h: score(h, b)) for h in range(case.index_heads)]
+        if per_key_head > 1 and rule.group_reduce != "per_index_head":
+            grouped = [range(g * per_key_head, (g + 1) * per_key_head) for g in range(case.kv_heads)]
+            if rule.group_reduce == "max":
+                heads = [best(lambda b, g=g: max(score(h, b) for h in g)) for g in grouped]
+            else:
+                heads = [sorted({b for h in g for b in heads[h]}) for g in grouped]
+        return [heads[q * len(heads) // case.query_heads] for q in range(case.query_heads)]
+
+    def oracle(self, layer: int, index: int, position: int) -> np.ndarray:
+        case, block_tokens = self.case, self.case.selection.block_tokens
+        query, key, value = (each.double().numpy() for each in self.content[layer, index][:3])
+        if case.dtype != "float32":
+            key, value = (
+                torch.from_numpy(each).to(getattr(torch, case.dtype)).double().numpy() for each in (key, value)
+            )
+        everything = [list(range(position // block_tokens + 1))] * case.query_heads
+        blocks = everything if layer == 1 else self.selected(layer, index, position)
+        output = np.zeros((case.query_heads, case.head_dim))
+        for head in range(case.query_heads):
+            read = np.concatenate([np.arange(b * block_tokens, (b + 1) * block_tokens) for b in blocks[head]])
+            read = read[read <= position]
+            kv = head // (case.query_heads // case.kv_heads)
+            scores = self.scale * key[read, kv] @ query[position, head]
+            weights = np.exp(scores - scores.max())
+            output[head] = weights / weights.sum() @ value[read, kv]
+        return output
+
+
+@pytest.fixture
+def paged() -> type[Paged]:
+    return Paged
+
+
+@pytest.fixture
+def case() -> type[Case]:
+    return Case
