@@ -231,7 +231,7 @@ class Case:
     page: int = 4
     dtype: str = "float32"
     index_dtype: str = "float32"
-    selection: Selection = Selection(4, 3, 1)
+    selection: Selection = attrs.field(factory=lambda: Selection(4, 3, 1))
 
     def spec(self) -> CacheSpec:
         row = RowFormat((self.kv_heads, self.head_dim), self.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
-import torch
 
 from kvist.keys import format_digest
 from kvist.manager import PagedCacheManager, Tiers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Batch:
         self._device = device
         self._group_index = group_index
         self._buffers: dict[str, torch.Tensor] = {}
+        self._tiles: dict[int, torch.Tensor] = {}
         self.step: Step | None = None
 
     def stage(self, step: Step) -> None:
@@ -56,7 +58,20 @@ class Batch:
         self.write_pages = self._put("write_pages", pages[rows, positions // self.page_tokens].astype(np.int64))
         self.write_slots = self._put("write_slots", positions % self.page_tokens)
         self.starts, self.lengths = step.query_starts.tolist(), step.lengths.tolist()
+        self._tiles = {}
         self.step = step
+
+    def tiles(self, queries: int) -> torch.Tensor:
+        """The step's tokens in tiles of at most ``queries`` tokens of one row: int32 ``[tiles, 3]``, row, first token
+        and number of tokens. Made when a step is first asked for them."""
+        if queries not in self._tiles:
+            found = [
+                (row, at, min(queries, end - at))
+                for row, (begin, end) in enumerate(pairwise(self.starts))
+                for at in range(begin, end, queries)
+            ]
+            self._tiles[queries] = self._put(f"tiles of {queries}", np.array(found, np.int32).reshape(-1, 3))
+        return self._tiles[queries]
 
     def _put(self, name: str, values: npt.NDArray[Any]) -> torch.Tensor:
         """The values in the buffer of that name, which keeps its address and strides while they fit."""

@@ -121,10 +121,9 @@ def _index_rows(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    cache: Any = None,
-    position_ids: torch.Tensor | None = None,
+    *_: Any,
 ) -> _IndexRows:
-    """Takes the place of an indexer's forward."""
+    """Takes the place of an indexer's forward; cache and positions, which follow, are the backend's business."""
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
     key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -138,7 +137,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    _: torch.Tensor | None,
     scaling: float,
     block_indices: _IndexRows | None = None,
     **arguments: Any,
