@@ -24,15 +24,23 @@ def sizes(case, **fields):
     return case(**{"query_heads": 4, "page": 16, "selection": RULE, **fields})
 
 
-@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_ragged_steps_against_the_brute_force(page, paged, case):
     cache = paged(TritonBackend, sizes(case, page=page), [75, 60, 20], seed=page)
     for chunks in ([(0, 21), (1, 5)], [(0, 30), (1, 40), (2, 17)], [(0, 1), (1, 1), (2, 1)], [(1, 1), (0, 5)]):
         cache.step(chunks)
 
 
-@pytest.mark.parametrize("rule", [Selection(16, 1, 0), Selection(16, 4, 2, 1), Selection(32, 2, 1)], ids=str)
-@pytest.mark.parametrize("index_dtype", ["float32", FP8])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(Selection(16, 1, 0), marks=pytest.mark.slow),
+        Selection(16, 4, 2, 1),
+        pytest.param(Selection(32, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("index_dtype", [pytest.param("float32", marks=pytest.mark.slow), FP8])
 def test_rules_and_index_dtypes(rule, index_dtype, paged, case):
     fields = {"index_dtype": index_dtype, "selection": rule, "kv_heads": 1, "index_heads": 1, "query_heads": 6}
     cache = paged(TritonBackend, sizes(case, **fields), [80], seed=1)
@@ -40,6 +48,7 @@ def test_rules_and_index_dtypes(rule, index_dtype, paged, case):
         cache.step([(0, count)])
 
 
+@pytest.mark.slow
 def test_sizes_may_differ(paged, case):
     cache = paged(
         TritonBackend, sizes(case, head_dim=32, index_size=64, kv_heads=3, index_heads=3, query_heads=3), [70]
@@ -48,7 +57,7 @@ def test_sizes_may_differ(paged, case):
         cache.step([(0, count)])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_rows_of_16_bits_are_written_by_torch_and_only_read_here(dtype, paged, case):
     cache = paged(TritonBackend, sizes(case, dtype=dtype, index_dtype=dtype), [90], seed=2)
     for count in (60, 1, 29):
@@ -77,7 +86,9 @@ def staged(paged, case, totals, counts, **fields):
     return cache, inputs, cache.backend._rows[4], batch
 
 
-@pytest.mark.parametrize("queries", [1, 3, 64])
+@pytest.mark.parametrize(
+    "queries", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_scores(queries, monkeypatch, paged, case):
     monkeypatch.setattr(score, "_TILE_ROWS", 2 * queries)
     _, inputs, rows, batch = staged(paged, case, [90, 40], [1, 9], page=4)
@@ -127,14 +138,15 @@ def test_a_selection_turned_round():
     }
 
 
-@pytest.mark.parametrize("parts", [40, 10**9])
-def test_prefill_in_slices(parts, monkeypatch, paged, case):
-    monkeypatch.setattr(transposed, "_PART_ELEMENTS", parts * 4 * 2 * 16)
-    cache = paged(TritonBackend, sizes(case), [100], seed=6)
-    cache.step([(0, 90)])
+def test_prefill_in_slices(monkeypatch, paged, case):
+    monkeypatch.setattr(transposed, "_PART_ELEMENTS", 40 * 4 * 2 * 16)
+    cache = paged(TritonBackend, sizes(case), [70], seed=6)
+    cache.step([(0, 70)])
 
 
-@pytest.mark.parametrize("programs", [1, 8, 512])
+@pytest.mark.parametrize(
+    "programs", [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(512, marks=pytest.mark.slow)]
+)
 def test_decode_split_over_blocks(programs, monkeypatch, paged, case):
     """One program for all blocks of a query, some, or one each; also dense layers, which have many parts."""
     monkeypatch.setattr(split, "_PROGRAMS", programs)
@@ -198,6 +210,7 @@ def test_a_step_without_rows(paged, case):
     assert [tuple(output.shape) for output in cache.step([])] == [(0, 4, 16)] * 3
 
 
+@pytest.mark.slow
 def test_whole_model(tiny, logits, tokens, machine):
     """The four-layer path end to end: transformers' logits through the kernels, with a draft taken back."""
     model, prompt = tiny("equal heads", block=16), tokens(120)
