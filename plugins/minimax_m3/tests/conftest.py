@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,9 +18,13 @@ from transformers.utils import logging as hf_logging
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.families import Backends, page_layout
 from kvist.attention.gqa import GQAInputs
+from kvist.keys import format_digest
 from kvist.layout import Layout
-from kvist.manager import PagedCacheManager, Run
+from kvist.manager import PagedCacheManager, Run, Tiers
+from kvist.memory.copier import ThreadCopier
 from kvist.memory.device import DeviceMemory
+from kvist.memory.disk import DiskStore
+from kvist.memory.mover import CpuMover, Tier
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Stream
 from kvist.step import NO_PAGE, Step
 from kvist_minimax_m3.inputs import SparseInputs
@@ -131,8 +136,6 @@ class Machine:
         backend = how.pop("backend", ReferenceBackend)
         self.tolerance = how.pop("tolerance", 1e-5)
         self.model = model
-        # Before attaching, which is when transformers' own answer can still be had.
-        self.oracle: dict[int, torch.Tensor] = {}
         spec = cache_spec(model.config.to_dict(), **{"block_tokens": page, "dtype": "float32", **how})
         self.adapter = MiniMaxM3Adapter(model, spec)
         try:
@@ -203,9 +206,66 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
+class Tiered:
+    """A machine with a host tier and, with a folder, a disk."""
+
+    def __init__(self, model: Any, *, folder: Path | None = None, **how: Any) -> None:
+        self.cache = Machine(model, **how)
+        layout = self.cache.layout
+        host = attrs.evolve(layout, slab_count=4 * layout.slab_count) if folder is None else None
+        memories = {Tier.DEVICE: self.cache.memory}
+        if host is not None:
+            self.host = memories[Tier.HOST] = DeviceMemory(host)
+        part_bytes = [group.content_bytes for group in layout.groups]
+        self.disk = DiskStore(folder, format_digest(layout), part_bytes, 1 << 24) if folder is not None else None
+        self.copier = ThreadCopier(CpuMover(memories, self.disk))
+        self.cache.manager = PagedCacheManager(layout, tiers=Tiers(self.copier, host, self.disk))
+        self.cache.manager.shuffle_free_pages(np.random.default_rng(5))
+
+    def __enter__(self) -> Tiered:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.settle()
+        self.cache.adapter.detach()
+        self.copier.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def settle(self) -> None:
+        """Let every copy between tiers finish."""
+        self.cache.manager.poll()
+        while self.cache.manager.copying:
+            assert self.copier.wait(None, 30)
+            self.cache.manager.poll()
+
+    def load(self, sequence: Any) -> None:
+        if self.cache.manager.load(sequence):
+            self.settle()
+
+
 @pytest.fixture
 def machine() -> type[Machine]:
     return Machine
+
+
+@pytest.fixture
+def tiers() -> type[Tiered]:
+    return Tiered
+
+
+@pytest.fixture
+def expecting() -> Callable[..., Callable[[Any], torch.Tensor]]:
+    """``expecting(model, *prompts)`` gives ``expected(sequence)`` from transformers, for sequences of these prompts.
+
+    To be called before the model is attached.
+    """
+
+    def known(model: Any, *prompts: Any) -> Callable[[Any], torch.Tensor]:
+        answers = {tuple(prompt.tolist()): dense_logits(model, prompt) for prompt in prompts}
+        return lambda sequence: answers[tuple(sequence.tokens.tolist())]
+
+    return known
 
 
 @pytest.fixture
@@ -268,8 +328,10 @@ class Paged:
         self.unused = np.array(free)
         sizes = (case.query_heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.head_dim)
         sizes += (case.index_heads, case.index_size), (case.index_size,)
+        # Drawn apart, so that other pages hold the same content.
+        values = np.random.default_rng(seed + 1)
         self.content = {
-            (layer, index): [torch.from_numpy(random.normal(size=(total, *size))).float() for size in sizes]
+            (layer, index): [torch.from_numpy(values.normal(size=(total, *size))).float() for size in sizes]
             for layer in (1, 4, 7)
             for index, total in enumerate(totals)
         }

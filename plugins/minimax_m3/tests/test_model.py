@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 VARIANTS = ["equal heads", "two index heads per key head", "two local blocks", "one block, none forced"]
-
-
-def expecting(logits, model, *prompts):
-    """``expected(sequence)`` from transformers; asked for before the model is attached."""
-    known = {tuple(prompt.tolist()): logits(model, prompt) for prompt in prompts}
-    return lambda sequence: known[tuple(sequence.tokens.tolist())]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -38,17 +33,15 @@ def test_the_prompts_are_long_enough_to_notice(variant, tiny, logits, tokens):
 
 
 def np_tensor(prompt):
-    import torch
-
     return torch.from_numpy(prompt.astype(np.int64))[None]
 
 
 @pytest.mark.parametrize("page", [1, 2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_chunks_inside_blocks_and_ragged_batches(variant, page, tiny, logits, tokens, machine):
+def test_chunks_inside_blocks_and_ragged_batches(variant, page, tiny, expecting, tokens, machine):
     model = tiny(variant)
     prompts = [tokens(count, seed=count) for count in (61, 45, 9, 30)]
-    expected = expecting(logits, model, *prompts)
+    expected = expecting(model, *prompts)
     random = np.random.default_rng(page)
     with machine(model, page=page, pages=256 // page) as cache:
         sequences = [cache.manager.open(prompt, reuse=False) for prompt in prompts]

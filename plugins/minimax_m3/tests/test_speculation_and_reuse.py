@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 import pytest
 
-from kvist.keys import format_digest
-from kvist.manager import PagedCacheManager, Tiers
-from kvist.memory.copier import ThreadCopier
-from kvist.memory.device import DeviceMemory
-from kvist.memory.disk import DiskStore
-from kvist.memory.mover import CpuMover, Tier
-
 VARIANTS = ["equal heads", "two index heads per key head", "two local blocks", "one block, none forced"]
-
-
-def expecting(logits, model, *prompts):
-    known = {tuple(prompt.tolist()): logits(model, prompt) for prompt in prompts}
-    return lambda sequence: known[tuple(sequence.tokens.tolist())]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -46,10 +33,10 @@ def test_drafts_are_verified_and_taken_back(variant, tiny, logits, tokens, machi
 
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefix_hits_at_every_position_of_a_block(variant, page, tiny, logits, tokens, machine):
+def test_prefix_hits_at_every_position_of_a_block(variant, page, tiny, expecting, tokens, machine):
     model, base = tiny(variant), tokens(40)
     branches = [np.concatenate([base[:cut], tokens(30, seed=cut)]) for cut in range(20, 30)]
-    expected = expecting(logits, model, base, *branches)
+    expected = expecting(model, base, *branches)
     with machine(model, page=page, pages=640 // page) as cache:
         first = cache.manager.open(base)
         cache.finish(first, expected)
@@ -61,10 +48,10 @@ def test_prefix_hits_at_every_position_of_a_block(variant, page, tiny, logits, t
             cache.manager.close(sequence)
 
 
-def test_truncated_and_written_again(tiny, logits, tokens, machine):
+def test_truncated_and_written_again(tiny, expecting, tokens, machine):
     model, base = tiny("equal heads"), tokens(50)
     other = np.concatenate([base[:22], tokens(30, seed=9)])
-    expected = expecting(logits, model, base, other)
+    expected = expecting(model, base, other)
     with machine(model, page=4) as cache:
         sequence = cache.manager.open(base)
         cache.finish(sequence, expected)
@@ -74,10 +61,10 @@ def test_truncated_and_written_again(tiny, logits, tokens, machine):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forks_inside_a_block_never_see_each_other(variant, tiny, logits, tokens, machine):
+def test_forks_inside_a_block_never_see_each_other(variant, tiny, expecting, tokens, machine):
     model, base = tiny(variant), tokens(30)
     ways = [np.concatenate([base, tokens(25, seed=seed)]) for seed in (1, 2, 3)]
-    expected = expecting(logits, model, base, *ways)
+    expected = expecting(model, base, *ways)
     with machine(model, page=4, pages=96) as cache:
         sequences = [cache.manager.open(base)]
         cache.finish(sequences[0], expected)
@@ -88,52 +75,14 @@ def test_forks_inside_a_block_never_see_each_other(variant, tiny, logits, tokens
             cache.compute([(each, 5) for each in sequences], expected)
 
 
-class Tiered:
-    """A machine with a host tier and, with a folder, a disk."""
-
-    def __init__(self, machine, model, *, folder=None, **how) -> None:
-        self.cache = machine(model, **how)
-        layout = self.cache.layout
-        host = attrs.evolve(layout, slab_count=4 * layout.slab_count) if folder is None else None
-        memories = {Tier.DEVICE: self.cache.memory}
-        if host is not None:
-            memories[Tier.HOST] = DeviceMemory(host)
-        part_bytes = [group.content_bytes for group in layout.groups]
-        self.disk = DiskStore(folder, format_digest(layout), part_bytes, 1 << 24) if folder is not None else None
-        self.copier = ThreadCopier(CpuMover(memories, self.disk))
-        self.cache.manager = PagedCacheManager(layout, tiers=Tiers(self.copier, host, self.disk))
-        self.cache.manager.shuffle_free_pages(np.random.default_rng(5))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.settle()
-        self.cache.adapter.detach()
-        self.copier.close()
-        if self.disk is not None:
-            self.disk.close()
-
-    def settle(self) -> None:
-        """Let every copy between tiers finish."""
-        self.cache.manager.poll()
-        while self.cache.manager.copying:
-            assert self.copier.wait(None, 30)
-            self.cache.manager.poll()
-
-    def load(self, sequence) -> None:
-        if self.cache.manager.load(sequence):
-            self.settle()
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_offloaded_and_restored(variant, tiny, logits, tokens, machine):
+def test_offloaded_and_restored(variant, tiny, expecting, tokens, tiers):
     """Room for one sequence and a half: each prompt pushes the one before down to the host, and comes back from it."""
     model = tiny(variant)
     prompts = [tokens(60, seed=seed) for seed in range(3)]
     longer = [np.concatenate([prompt, tokens(11, seed=50)]) for prompt in prompts]
-    expected = expecting(logits, model, *prompts, *longer)
-    with Tiered(machine, model, page=4, pages=26) as tiered:
+    expected = expecting(model, *prompts, *longer)
+    with tiers(model, page=4, pages=26) as tiered:
         cache = tiered.cache
         for prompt in prompts:
             sequence = cache.manager.open(prompt)
@@ -151,11 +100,11 @@ def test_offloaded_and_restored(variant, tiny, logits, tokens, machine):
             tiered.settle()
 
 
-def test_suspended_and_resumed(tiny, logits, tokens, machine):
+def test_suspended_and_resumed(tiny, expecting, tokens, tiers):
     model = tiny("equal heads")
     prompts = [tokens(60, seed=seed) for seed in range(2)]
-    expected = expecting(logits, model, *prompts)
-    with Tiered(machine, model, page=4, pages=26) as tiered:
+    expected = expecting(model, *prompts)
+    with tiers(model, page=4, pages=26) as tiered:
         cache = tiered.cache
         first = cache.manager.open(prompts[0])
         cache.compute([(first, 50)], expected)
@@ -172,15 +121,15 @@ def test_suspended_and_resumed(tiny, logits, tokens, machine):
         cache.manager.close(first)
 
 
-def test_another_process_finds_every_stream_on_the_disk(tmp_path, tiny, logits, tokens, machine):
+def test_another_process_finds_every_stream_on_the_disk(tmp_path, tiny, expecting, tokens, tiers):
     model, prompt = tiny("equal heads"), tokens(60)
     longer = np.concatenate([prompt, tokens(20, seed=3)])
-    expected = expecting(logits, model, prompt, longer)
-    with Tiered(machine, model, folder=tmp_path, page=4) as tiered:
+    expected = expecting(model, prompt, longer)
+    with tiers(model, folder=tmp_path, page=4) as tiered:
         sequence = tiered.cache.manager.open(prompt)
         tiered.cache.finish(sequence, expected)
         tiered.cache.manager.close(sequence)
-    with Tiered(machine, model, folder=tmp_path, page=4, seed=1) as tiered:
+    with tiers(model, folder=tmp_path, page=4, seed=1) as tiered:
         sequence = tiered.cache.manager.open(longer)
         assert (sequence.computed, sequence.loadable) == (0, 60)
         tiered.load(sequence)
