@@ -1,0 +1,135 @@
+"""Runs single recurrent layers on a real cache: hidden states in, layer outputs out, free pages full of NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from mamba_models import mixers, prepare, tiny_model
+
+from kvist.attention.base import BackendContext
+from kvist.layout import Layout
+from kvist.manager import PagedCacheManager, Run
+from kvist.memory.device import DeviceMemory
+from kvist.restore import RestorePolicy
+from kvist_mamba import cache_spec
+from kvist_mamba.backend import ReferenceBackend
+from kvist_mamba.inputs import STREAMS
+
+
+@attrs.define(eq=False)
+class Request:
+    """One sequence, the hidden states that its layers see, and what they have put out so far.
+
+    hidden: per layer ``[tokens, hidden size]``, a function of the tokens alone. outputs: per layer and position.
+    """
+
+    sequence: Any
+    tokens: np.ndarray
+    hidden: dict[int, torch.Tensor]
+    outputs: dict[int, dict[int, torch.Tensor]]
+
+    def output(self, layer: int) -> tuple[list[int], torch.Tensor]:
+        """Positions computed in this sequence, ascending, and the layer's outputs there."""
+        found = sorted(self.outputs[layer].items())
+        return [position for position, _ in found], torch.stack([value for _, value in found])
+
+
+class Drive:
+    """A manager, its memory and a backend for all recurrent layers of one tiny model."""
+
+    def __init__(
+        self,
+        model_type: str,
+        *,
+        block_tokens: int = 8,
+        memory_bytes: int = 4 << 20,
+        restore: RestorePolicy | None = None,
+        backend: type = ReferenceBackend,
+        dtype: torch.dtype = torch.float32,
+        **spec: Any,
+    ) -> None:
+        self.model = tiny_model(model_type).to(dtype)
+        self.mixers = mixers(self.model)
+        config = self.model.config.to_dict()
+        self.spec = cache_spec(config, block_tokens=block_tokens, dtype=str(dtype).removeprefix("torch."), **spec)
+        part = self.spec.only(STREAMS)
+        layout = Layout.build(self.spec, memory_bytes, backend.page_layout(part))
+        self.manager = PagedCacheManager(layout, **({"restore": restore} if restore else {}))
+        self.memory = DeviceMemory(layout)
+        self.backend = backend(BackendContext(self.memory, part))
+        self.group = next(group.index for group in layout.groups if group.exact)
+
+    def hidden_of(self, tokens: np.ndarray) -> dict[int, torch.Tensor]:
+        """Any hidden states will do, as long as equal prefixes have equal ones."""
+        hidden = {}
+        for layer in self.mixers:
+            table = torch.randn(97, self.model.config.hidden_size, generator=torch.Generator().manual_seed(layer))
+            hidden[layer] = table[torch.tensor(tokens, dtype=torch.int64)].to(self.model.dtype)
+        return hidden
+
+    def expected(self, tokens: np.ndarray) -> dict[int, torch.Tensor]:
+        """What transformers' own layers put out for a whole sequence, without any cache."""
+        hidden = self.hidden_of(tokens)
+        with torch.no_grad():
+            return {layer: mixer(hidden[layer][None])[0] for layer, mixer in self.mixers.items()}
+
+    def open(self, tokens: np.ndarray, prompt: int | None = None, **options: Any) -> Request:
+        """A request whose sequence knows the first ``prompt`` tokens, all by default."""
+        sequence = self.manager.open(tokens[:prompt], **options)
+        return Request(sequence, tokens, self.hidden_of(tokens), {layer: {} for layer in self.mixers})
+
+    def step(self, runs: Iterable[tuple[Request, int, int]], accepted: list[int] | None = None) -> None:
+        """One step: (request, new tokens, drafts) each; ``accepted`` query tokens of each stay, all by default.
+
+        The query tokens are the request's own next ones.
+        """
+        requests = {id(request.sequence): request for request, _, _ in runs}
+        asked = [Run(request.sequence, new, drafts) for request, new, drafts in runs]
+        kept = {id(run.sequence): count for run, count in zip(asked, accepted or [r.query_tokens for r in asked])}
+        for run in asked:
+            short = run.sequence.computed + run.new_tokens - run.sequence.known
+            if short > 0:
+                request = requests[id(run.sequence)]
+                run.sequence.extend(request.tokens[run.sequence.known :][:short])
+        plan = self.manager.plan(asked)
+        assert plan.fits
+        step = plan.commit()
+        rows = [requests[id(sequence)] for sequence in plan.sequences]
+        self.memory.apply(step)
+        self.poison()
+        spans = [range(end - count, end) for end, count in zip(step.lengths.tolist(), step.query_lengths.tolist())]
+        self.backend.begin(step)
+        for layer, mixer in self.mixers.items():
+            hidden = torch.cat([row.hidden[layer][list(span)] for row, span in zip(rows, spans)])
+            inputs, finish = prepare(mixer, hidden)
+            with torch.no_grad():
+                outputs = finish(self.backend.forward(layer, inputs))
+            at = 0
+            for row, span in zip(rows, spans):
+                for position in span[: kept[id(row.sequence)]]:
+                    row.outputs[layer][position] = outputs[at + position - span.start]
+                at += len(span)
+        self.memory.save(step)
+        order = [kept[id(row.sequence)] for row in rows]
+        self.manager.complete(step, order)
+
+    def poison(self) -> None:
+        """NaN in every page that nobody holds or can find, and in the reserved one."""
+        pages = self.memory.pages(self.group)
+        free = torch.tensor(np.asarray(self.manager.free_pages(self.group)), dtype=torch.int64)
+        pages[free] = 0xFF
+        pages[0] = 0xFF
+
+    def check(self, request: Request, tolerance: float = 1e-5, first: int = 0) -> None:
+        """What the request computed from position ``first`` on is what transformers computes, relative to its size."""
+        expected = self.expected(request.tokens)
+        for layer in self.mixers:
+            positions, found = request.output(layer)
+            assert positions == list(range(first, positions[-1] + 1))
+            wanted = expected[layer][positions]
+            error = ((found - wanted).abs().max() / wanted.abs().max()).item()
+            assert error <= tolerance, f"layer {layer}: off by {error:.1e}"
