@@ -39,7 +39,7 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             dtypes=(ANY,),
             families=(FAMILY,),
             features=frozenset({SEVERAL_INDEX_HEADS, FP8_INDEX}),
-            install_hint="pip install kvist-minimax-m3",
+            install_hint="pip install 'kvist-minimax-m3[torch]'",
             requires=("torch",),
         ),
         AttentionBackendInfo(

@@ -1,4 +1,4 @@
-"""Fits MiniMax-M3's text model to a Kvist step: the adapter for the host ``transformers``.
+"""Fits MiniMax-M3's text model to a Kvist step: the adapter for the host ``transformers``. Images are not served.
 
 transformers hands every extra keyword argument of ``model(...)`` on to the attention function, so the step travels with
 the call. An indexer gives its queries and keys instead of scores that it would compute over the flattened batch; they
@@ -12,7 +12,11 @@ from typing import Any
 import attrs
 import torch
 from transformers import AttentionInterface
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM, apply_rotary_pos_emb
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLForCausalLM,
+    apply_rotary_pos_emb,
+)
 
 from kvist.attention.base import AttentionBackend
 from kvist.attention.families import Backends, Need
@@ -49,7 +53,8 @@ class _Call:
 
 
 class MiniMaxM3Adapter:
-    """One attached model. Attaching replaces the model's attention and its indexers until :meth:`detach`.
+    """One attached model, the text model or the multimodal one, whose text model is then run. Attaching replaces the
+    text model's attention and its indexers until :meth:`detach`.
 
     needs: by family of attention, what the model needs of a backend.
 
@@ -60,21 +65,22 @@ class MiniMaxM3Adapter:
     def __init__(self, model: Any, spec: CacheSpec) -> None:
         self.model = model
         self.spec = spec
+        self._text = _text_model(model)
         shape = read_config(model.config.to_dict())
-        _check_model(model, spec)
+        _check_model(model, self._text, spec)
         features = set()
         if any(shape.sparse) and shape.index_heads != shape.kv_heads:
             features.add(SEVERAL_INDEX_HEADS)
         if FP8 in _index_dtypes(spec):
             features.add(FP8_INDEX)
-            require_fp8_bound(shape.index_size, _largest_index_weight(model))
+            require_fp8_bound(shape.index_size, _largest_index_weight(self._text))
         self.needs = {FAMILY: Need(spec, frozenset(features))}
         self._selection = shape.selection
         self._call: _Call | None = None
         AttentionInterface.register(NAME, _attention)
-        self._previous = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        for indexer in _indexers(model):
+        self._previous = self._text.config._attn_implementation
+        self._text.set_attn_implementation(NAME)
+        for indexer in _indexers(self._text):
             # On the instance: the class, and every other model, keeps its own.
             indexer.forward = _index_rows.__get__(indexer)
 
@@ -94,26 +100,22 @@ class MiniMaxM3Adapter:
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.
         """
-        if self.model.config._attn_implementation != NAME:
+        if self._text.config._attn_implementation != NAME:
             raise SpecError(
-                f"the attention implementation is {self.model.config._attn_implementation!r}",
+                f"the attention implementation is {self._text.config._attn_implementation!r}",
                 hint="something switched it while the engine was attached; do not use the model in between",
             )
-        output = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            **{ARGUMENT: self._call},
+        output = self._text(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **{ARGUMENT: self._call}
         )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = self.model.lm_head(output.last_hidden_state[0, logit_rows])
         return logits
 
     def detach(self) -> None:
         """Give the model its previous attention back. Idempotent."""
-        if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation(self._previous)
-        for indexer in _indexers(self.model):
+        if self._text.config._attn_implementation == NAME:
+            self._text.set_attn_implementation(self._previous)
+        for indexer in _indexers(self._text):
             indexer.__dict__.pop("forward", None)
 
 
@@ -159,15 +161,22 @@ def _attention(
     return call.backend.forward(layer_id, inputs).unsqueeze(0), None
 
 
-def _check_model(model: Any, spec: CacheSpec) -> None:
+def _text_model(model: Any) -> Any:
+    if isinstance(model, MiniMaxM3SparseForConditionalGeneration):
+        return model.model.language_model
+    if isinstance(model, MiniMaxM3VLForCausalLM):
+        return model.model
+    raise SpecError(
+        f"{type(model).__name__} is not served",
+        hint="load MiniMaxM3VLForCausalLM or MiniMaxM3SparseForConditionalGeneration",
+    )
+
+
+def _check_model(model: Any, text: Any, spec: CacheSpec) -> None:
     what = type(model).__name__
-    if not isinstance(model, MiniMaxM3VLForCausalLM):
-        raise SpecError(
-            f"{what} is not served", hint="load the text model: MiniMaxM3VLForCausalLM; images are not served"
-        )
     if model.training:
         raise SpecError(f"{what} is in training mode", hint="call model.eval() first")
-    if model.config._attn_implementation == NAME:
+    if text.config._attn_implementation == NAME:
         raise SpecError(f"{what} is attached already", hint="close the engine that it is attached to")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
@@ -189,10 +198,10 @@ def _index_dtypes(spec: CacheSpec) -> set[str]:
     return {stream.row.dtype for layer in spec.layers for stream in layer.streams if stream.name == "index_k"}
 
 
-def _indexers(model: Any) -> list[Any]:
-    return [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]
+def _indexers(text: Any) -> list[Any]:
+    return [layer.self_attn.indexer for layer in text.layers if layer.self_attn.indexer is not None]
 
 
-def _largest_index_weight(model: Any) -> float:
+def _largest_index_weight(text: Any) -> float:
     """``max |1 + w|`` over the norms of all index keys."""
-    return max(float((1 + indexer.k_norm.weight.detach().float()).abs().max()) for indexer in _indexers(model))
+    return max(float((1 + indexer.k_norm.weight.detach().float()).abs().max()) for indexer in _indexers(text))
