@@ -47,8 +47,9 @@ def test_rows_are_rounded_before_they_take_part(dtype, paged, case):
     paged(ReferenceBackend, case(dtype=dtype), [40, 21], seed=5).play(seed=5)
 
 
-def test_queries_in_parts_are_the_same(monkeypatch, paged, case):
+def test_queries_and_keys_in_parts_are_the_same(monkeypatch, paged, case):
     monkeypatch.setattr("kvist_minimax_m3.reference._GATHERED", 3000)
+    monkeypatch.setattr("kvist_minimax_m3.reference._SCORED", 9)
     paged(ReferenceBackend, case(), [61, 33], seed=6).play(seed=6)
 
 

@@ -16,7 +16,8 @@ def block_scores(
 ) -> torch.Tensor:
     """Largest product of each index query with the keys of each block that it may see, -inf for a block without any.
 
-    index_query ``[Q, heads, E]`` at int64 ``positions [Q]``, index_key float32 ``[K, E]`` of positions 0 .. K - 1.
+    index_query ``[Q, heads, E]``, index_key float32 ``[K, E]``. positions: int64 ``[Q]``, of the queries, counted from
+    the first of the keys; a query may stand before it.
     Returns float32 ``[Q, heads, ceil(K / block_tokens)]``.
     """
     query_count, heads, _ = index_query.shape

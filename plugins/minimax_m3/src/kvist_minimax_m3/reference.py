@@ -19,6 +19,8 @@ from kvist_minimax_m3.rows import LayerRows, gather
 
 #: Elements of the keys, and of the values, that are gathered at a time.
 _GATHERED = 1 << 23
+#: Index keys that are gathered at a time.
+_SCORED = 1 << 12
 
 
 class ReferenceBackend(AttentionBackend):
@@ -70,17 +72,30 @@ class ReferenceBackend(AttentionBackend):
     def select(self, layer_id: int, inputs: SparseInputs) -> torch.Tensor:
         """The blocks that the step's queries read, once its rows are written: int32 ``[T, S, width]``, see
         :func:`~kvist_minimax_m3.blocks.select_for_heads`."""
-        rows, batch = self._rows[layer_id], self._batch
-        key_heads, selection = rows.key.shape[2], inputs.selection
+        batch, selection = self._batch, inputs.selection
+        key_heads = self._layers[layer_id].rows.heads
         parts = []
-        for row, length in enumerate(batch.lengths):
+        for row in range(len(batch.lengths)):
             tokens = slice(batch.starts[row], batch.starts[row + 1])
-            pages = batch.pages[row, : -(-length // batch.page_tokens)]
-            index_key = gather(rows.index_key, pages, length)
-            positions = batch.positions[tokens]
-            scores = block_scores(inputs.index_query[tokens], index_key, positions, selection.block_tokens)
-            parts.append(select_for_heads(scores, positions, selection, key_heads))
+            scores = self.scores(layer_id, inputs, row)
+            parts.append(select_for_heads(scores, batch.positions[tokens], selection, key_heads))
         return torch.cat(parts) if parts else inputs.index_query.new_empty(0, key_heads, 0, dtype=torch.int32)
+
+    def scores(self, layer_id: int, inputs: SparseInputs, row: int) -> torch.Tensor:
+        """Scores of all blocks of one row for its queries, see :func:`~kvist_minimax_m3.blocks.block_scores`: the one
+        part of a step that reads every index key."""
+        batch, length, block_tokens = self._batch, self._batch.lengths[row], inputs.selection.block_tokens
+        tokens = slice(batch.starts[row], batch.starts[row + 1])
+        query, positions = inputs.index_query[tokens], batch.positions[tokens]
+        # What is gathered stays in the processor's cache until it is multiplied.
+        part = max(1, _SCORED // block_tokens) * block_tokens
+        scores = []
+        for first in range(0, length, part):
+            count = min(part, length - first)
+            pages = batch.pages[row, first // batch.page_tokens : -(-(first + count) // batch.page_tokens)]
+            index_key = gather(self._rows[layer_id].index_key, pages, count)
+            scores.append(block_scores(query, index_key, positions - first, block_tokens))
+        return torch.cat(scores, dim=-1)
 
 
 def attend(inputs: SparseInputs, rows: LayerRows, batch: Batch, blocks: torch.Tensor) -> torch.Tensor:
@@ -118,6 +133,6 @@ def _attend(inputs: SparseInputs, rows: LayerRows, batch: Batch, tokens: slice, 
     value = rows.value[pages, :, head].flatten(2, 3).to(dtype)
     scores = query.unflatten(1, (slices, -1)).to(dtype) @ key.transpose(-1, -2) * inputs.scale
     weights = torch.softmax(scores.masked_fill(~visible[:, :, None], float("-inf")), dim=-1)
-    # Unread rows may hold anything, and 0 times NaN is NaN.
-    attended = weights @ value.masked_fill(~visible[..., None], 0.0)
+    # Unread rows may hold anything, and 0 times NaN is NaN. The gathered rows are a copy.
+    attended = weights @ value.masked_fill_(~visible[..., None], 0.0)
     return attended.flatten(1, 2).to(query.dtype)
