@@ -1,7 +1,7 @@
 """Kernels of the plugins on a GPU, each beside plain torch on the same tensors.
 
-Times are medians of single launches by the GPU's own clock, after a check that both give the same. Without a GPU nothing
-is measured, and the page says so. Sizes are those of the published models.
+Times are medians of single launches by the GPU's own clock, after a check that both give the same. Without a GPU
+nothing is measured, and the page says so. Sizes are those of the published models.
 """
 
 from __future__ import annotations
