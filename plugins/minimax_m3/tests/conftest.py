@@ -11,9 +11,6 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from transformers import MiniMaxM3VLTextConfig
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
-from transformers.utils import logging as hf_logging
 
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.attention.families import Backends, page_layout
@@ -31,9 +28,6 @@ from kvist_minimax_m3.inputs import SparseInputs
 from kvist_minimax_m3.reference import ReferenceBackend
 from kvist_minimax_m3.selection import Selection
 from kvist_minimax_m3.spec import cache_spec
-from kvist_minimax_m3.transformers import MiniMaxM3Adapter
-
-hf_logging.disable_progress_bar()
 
 VOCABULARY = 97
 
@@ -48,6 +42,10 @@ VARIANTS = {
 
 @functools.cache
 def _tiny(index_heads: int, kv_heads: int, topk: int, local: int, block: int = 4) -> Any:
+    # Not above: the kernels' processes need no transformers, whose import takes longer than their tests.
+    from transformers import MiniMaxM3VLTextConfig
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+
     torch.manual_seed(0)
     full, sparse = "full_attention", "minimax_m3_sparse"
     config = MiniMaxM3VLTextConfig(
@@ -132,6 +130,8 @@ class Machine:
     """
 
     def __init__(self, model: Any, *, page: int = 4, pages: int = 64, seed: int = 0, **how: Any) -> None:
+        from kvist_minimax_m3.transformers import MiniMaxM3Adapter
+
         manager = how.pop("manager", {})
         backend = how.pop("backend", ReferenceBackend)
         self.tolerance = how.pop("tolerance", 1e-5)

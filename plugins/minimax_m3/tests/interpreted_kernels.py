@@ -59,13 +59,15 @@ def test_sizes_may_differ(paged, case):
         cache.step([(0, count)])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_16_bits_are_written_by_torch_and_only_read_here(dtype, paged, case):
     cache = paged(TritonBackend, sizes(case, dtype=dtype, index_dtype=dtype), [90], seed=2)
     for count in (60, 1, 29):
         cache.step([(0, count)])
 
 
+@pytest.mark.slow
 def test_both_backends_arrange_pages_alike(paged, case):
     """What one has written, the other reads: bytes and outputs agree."""
     one = paged(TritonBackend, sizes(case), [70], seed=3)
@@ -140,15 +142,15 @@ def test_a_selection_turned_round():
     }
 
 
+@pytest.mark.slow
 def test_prefill_in_slices(monkeypatch, paged, case):
     monkeypatch.setattr(transposed, "_PART_ELEMENTS", 40 * 4 * 2 * 16)
     cache = paged(TritonBackend, sizes(case), [70], seed=6)
     cache.step([(0, 70)])
 
 
-@pytest.mark.parametrize(
-    "programs", [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(512, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("programs", [1, 8, 512])
 def test_decode_split_over_blocks(programs, monkeypatch, paged, case):
     """One program for all blocks of a query, some, or one each; also dense layers, which have many parts."""
     monkeypatch.setattr(split, "_PROGRAMS", programs)
@@ -157,6 +159,7 @@ def test_decode_split_over_blocks(programs, monkeypatch, paged, case):
     cache.step([(0, 1), (1, 1)])
 
 
+@pytest.mark.slow
 def test_each_block_is_loaded_once_for_all_queries(monkeypatch, paged, case):
     """S7: ids are ascending and distinct, also where the last block is a partial one that every query selects."""
     cache = paged(TritonBackend, sizes(case), [75], seed=8)
