@@ -152,8 +152,8 @@ def _require_rope(config: Config, head_dim: int, index_size: int) -> None:
             f"rope type {kind!r}: rows would change with the length of the sequence",
             hint="use a rope type that does not depend on the length",
         )
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    width = int(head_dim * factor)
+    factors = (each.get("partial_rotary_factor") for each in (rope, config))
+    width = int(head_dim * next((factor for factor in factors if factor is not None), 1.0))
     if width > index_size:
         raise SpecError(
             f"rope turns {width} elements of a head, an index key has index_head_dim={index_size}",

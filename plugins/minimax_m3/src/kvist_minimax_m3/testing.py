@@ -78,7 +78,8 @@ class SparseBackendTests(AttentionBackendTests):
             for rows in (inputs.key, inputs.value)
         )
         scores = inputs.query.transpose(0, 1) @ key.transpose(1, 2) * inputs.scale
-        return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+        outputs: torch.Tensor = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+        return outputs
 
 
 def _selected(inputs: Any, index_key: torch.Tensor) -> torch.Tensor:

@@ -151,12 +151,12 @@ def _attention(
             f"{type(module).__name__} was called without a step: the model is attached to a Kvist engine",
             hint="close the engine before using the model in another way",
         )
-    plain = [rows[0].transpose(0, 1) for rows in (query, key, value)]
+    query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
     inputs: GQAInputs | SparseInputs
     if block_indices is None:
-        inputs = GQAInputs(*plain, scaling)
+        inputs = GQAInputs(query, key, value, scaling)
     else:
-        inputs = SparseInputs(*plain, block_indices.query, block_indices.key, scaling, call.selection)
+        inputs = SparseInputs(query, key, value, block_indices.query, block_indices.key, scaling, call.selection)
     layer_id: int = module.layer_idx  # type: ignore[assignment]
     return call.backend.forward(layer_id, inputs).unsqueeze(0), None
 

@@ -42,17 +42,18 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
         """Row-major. Raises SpecError for sizes that the kernels have no tiles for."""
-        for id_, layer in {**_dense_layers(spec, cls.name), **sparse_layers(spec, cls.name)}.items():
-            rows = layer if isinstance(layer, GQALayer) else layer.rows
+        sparse = sparse_layers(spec, cls.name)
+        for rows in (*_dense_layers(spec, cls.name).values(), *(layer.rows for layer in sparse.values())):
             sizes = {"head size": rows.key_size, "value size": rows.value_size}
-            if not isinstance(layer, GQALayer):
-                sizes["index size"] = layer.index_size
+            if rows.id in sparse:
+                sizes["index size"] = sparse[rows.id].index_size
             for what, size in sizes.items():
                 if size not in _SIZES:
-                    raise _size_error(cls.name, f"layer {id_} has {what} {size}")
+                    raise _size_error(cls.name, f"layer {rows.id} has {what} {size}")
             if rows.dtype == "float64":
                 raise SpecError(
-                    f"backend {cls.name!r}: layer {id_} stores rows as float64", hint="use float32, bfloat16 or float16"
+                    f"backend {cls.name!r}: layer {rows.id} stores rows as float64",
+                    hint="use float32, bfloat16 or float16",
                 )
         return RowMajor()
 

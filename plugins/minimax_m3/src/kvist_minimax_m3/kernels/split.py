@@ -36,9 +36,9 @@ class Parts:
     @classmethod
     def empty(cls, query: torch.Tensor, count: int, value_size: int) -> Parts:
         """Room for the parts of ``query [T, query heads, size]``; all are empty."""
-        shape, how = (*query.shape[:2], count), {"dtype": torch.float32, "device": query.device}
-        best = torch.full(shape, float("-inf"), **how)
-        return cls(best, torch.empty(shape, **how), torch.empty(*shape, value_size, **how))
+        shape = (*query.shape[:2], count)
+        best = torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
+        return cls(best, torch.empty_like(best), best.new_empty(*shape, value_size))
 
     def combine(self, output: torch.Tensor) -> None:
         """Write the attended values of all parts to ``output [T, query heads, value size]``, contiguous."""
