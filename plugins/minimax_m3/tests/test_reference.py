@@ -28,6 +28,10 @@ def test_several_index_heads(index_heads, reduce, page, paged, case):
     paged(ReferenceBackend, sizes, [53, 20, 1], seed=index_heads).play(seed=page)
 
 
+def test_index_heads_of_several_key_heads(paged, case):
+    paged(ReferenceBackend, case(kv_heads=2, index_heads=4, page=2), [53, 20], seed=1).play(seed=1)
+
+
 @pytest.mark.parametrize(
     "rule",
     [Selection(4, 1, 0), Selection(4, 4, 2), Selection(4, 3, 1, 2), Selection(8, 2, 1), Selection(12, 2, 0, 1)],

@@ -62,7 +62,7 @@ def _select(
     # Both are beyond any score of finite keys.
     score = tl.where((block <= own) & (block > own - local_blocks), 3.4028234663852886e38, score)
     score = tl.where((block <= own) & (block < init_blocks), float("inf"), score)
-    chosen = (score != score) & (block < 0)
+    chosen = tl.zeros((rows, columns), tl.int1)
     for _ in range(topk):
         best = tl.argmax(score, 1, tie_break_left=True)
         taken = (block == best[:, None]) & (score > float("-inf"))
