@@ -14,6 +14,8 @@ from kvist_mamba.config import Config, check_activation, check_rotation, digest,
 from kvist_mamba.families import FAMILIES, FULL, HYBRID, NOTHING, RECURRENT, Family, Mixer
 from kvist_mamba.inputs import CONV_STATE, RECURRENT_STATE
 
+#: What Zamba2 means by ``use_long_context``, whatever ``max_position_embeddings`` says.
+_LONG_CONTEXT = 16384
 #: Element types that a recurrent state can be stored in. float64 is for measuring the others.
 STATE_DTYPES = ("float32", "bfloat16", "float64")
 
@@ -72,9 +74,13 @@ def cache_spec(
         layers,
         block_tokens,
         fingerprint or digest(given, dtype, state_dtype),
-        max_tokens=positive(config, "max_position_embeddings") if FULL in streams else None,
+        max_tokens=_max_tokens(config) if FULL in streams else None,
         vocab_size=positive(config, "vocab_size"),
     )
+
+
+def _max_tokens(config: Config) -> int:
+    return _LONG_CONTEXT if config.get("use_long_context") else positive(config, "max_position_embeddings")
 
 
 def _states(mixer: Mixer, model_type: str, dtype: str, state_dtype: str) -> tuple[Stream, ...]:
