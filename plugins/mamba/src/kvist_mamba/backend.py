@@ -59,11 +59,12 @@ def state_rows(step: Step, group_index: int) -> list[StateRow]:
 
 
 class ReferenceBackend(AttentionBackend):
-    """Plain torch, one row of the step after the other, token by token in float32 (float64 for float64 inputs).
+    """Plain torch, one row of the step after the other, in float32 (float64 for float64 inputs). Long runs of Mamba-2
+    and of gated delta nets are computed in chunks, everything else token by token.
 
-    Serves every kind of mixer on any torch device. How a sequence is cut into steps is nothing to the scan as long as
-    states are stored in the dtype of the computation; in a smaller one they are rounded at the end of each step. The
-    values of padding rows are zero.
+    Serves every kind of mixer on any torch device. How a sequence is cut into steps is nothing to the result but the
+    order of sums, as long as states are stored in the dtype of the computation; in a smaller one they are rounded at
+    the end of each step. The values of padding rows are zero.
     """
 
     name = "mamba-reference"
