@@ -75,7 +75,7 @@ class Committer:
         lengths.setflags(False)  # type: ignore[call-arg]
         copies, fresh = self._owed.take() if self._owed.something else self._owed.nothing
         saves = self._states.save(plan.snapshots) if plan.snapshots else self._owed.nothing[0]
-        return Step(step_id, slots, queries, lengths, rows, self._tables.views, copies, fresh, saves, drafts)
+        return Step.made(step_id, slots, queries, lengths, rows, self._tables.views, copies, fresh, saves, drafts)
 
     def _start_runs(self, runs: list[Run], step_id: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Give the runs their pages. Returns slots, query tokens, lengths and drafts of their rows."""
