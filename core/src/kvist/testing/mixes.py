@@ -38,6 +38,10 @@ class Chunk:
     def most_drafts(self) -> int | None:
         return None
 
+    @property
+    def draft_pages(self) -> bool:
+        return False
+
     def first_read(self, query: int) -> int:
         return query - query % self.tokens
 
@@ -51,6 +55,22 @@ class Chunk:
     def droppable(self, length: int, rollback: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
         end = self.first_read(max(0, length - rollback)) // block_tokens
         return ((0, end),) if end else ()
+
+
+@attrs.frozen
+class Checkpoint(State):
+    """A state that takes drafts back by itself: a page has the position and the state of a checkpoint, and what came
+    after each of up to ``inputs`` tokens since, so that a step's own position says how many of them are valid."""
+
+    inputs: int
+
+    @property
+    def most_drafts(self) -> int | None:
+        return self.inputs
+
+    @property
+    def draft_pages(self) -> bool:
+        return False
 
 
 @attrs.frozen
@@ -73,6 +93,8 @@ MIXES: dict[str, tuple[Kind, ...]] = {
     "ring": (Kind(History(), width=3), Kind(Window(2, ring=3))),
     "history+window": (Kind(History(), width=2), Kind(Window(6))),
     "history+state": (Kind(History()), Kind(State(), width=3)),
+    "checkpoint": (Kind(Checkpoint(3)),),
+    "history+checkpoint": (Kind(History()), Kind(Checkpoint(4), width=3)),
     "history+chunk": (Kind(History()), Kind(Chunk(6), width=3)),
     "history+sinks+window": (Kind(History(), width=3), Kind(Window(7, sinks=3)), Kind(Window(2), width=2)),
     "history+window+state": (Kind(History()), Kind(Window(4), width=2), Kind(State(), width=3)),
