@@ -65,7 +65,8 @@ class Drive:
         self.manager = PagedCacheManager(layout, **({"restore": restore} if restore else {}))
         self.memory = DeviceMemory(layout)
         self.backend = backend(BackendContext(self.memory, part))
-        self.group = next(group.index for group in layout.groups if group.exact)
+        states = next(group for group in layout.groups if group.exact)
+        self.group, self.draft_pages = states.index, states.retention.draft_pages
 
     def hidden_of(self, tokens: np.ndarray) -> dict[int, torch.Tensor]:
         """Any hidden states will do, as long as equal prefixes have equal ones."""
@@ -125,9 +126,14 @@ class Drive:
         self.memory.save(step)
         order = [kept[id(row.sequence)] for row in rows]
         for number, row in enumerate(rows):
-            drafts = len(step.drafts) and step.drafts[number]
-            row.page = int(step.tables[self.group][step.slots[number], order[number] if drafts else 0])
+            apart = len(step.drafts) and step.drafts[number] and self.draft_pages
+            row.page = int(step.tables[self.group][step.slots[number], order[number] if apart else 0])
         self.manager.complete(step, order)
+
+    def tell(self, request: Request) -> None:
+        """The manager learns which drafts were accepted."""
+        sequence = request.sequence
+        sequence.extend(request.tokens[sequence.known : sequence.computed])
 
     def state(self, request: Request) -> torch.Tensor:
         """A copy of the page with the sequence's states, as bytes, in use or not."""

@@ -9,6 +9,7 @@ from kvist_mamba.reference.conv import causal_conv, conv_states
 from kvist_mamba.reference.delta_net import delta_net_chunked_scan, delta_net_scan, split_delta_net
 from kvist_mamba.reference.mamba1 import mamba1_scan
 from kvist_mamba.reference.mamba2 import mamba2_chunked_scan, mamba2_scan, split_mamba2
+from kvist_mamba.reference.replay import gates_of, turn, with_tokens
 from kvist_mamba.reference.scan import scan_of
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "conv_states",
     "delta_net_chunked_scan",
     "delta_net_scan",
+    "gates_of",
     "mamba1_scan",
     "mamba2_chunked_scan",
     "mamba2_scan",
     "scan_of",
     "split_delta_net",
     "split_mamba2",
+    "turn",
+    "with_tokens",
 ]
