@@ -52,6 +52,7 @@ class Drive:
         block_tokens: int = 8,
         memory_bytes: int = 4 << 20,
         restore: RestorePolicy | None = None,
+        backoff_tokens: int = 0,
         backend: type = ReferenceBackend,
         dtype: torch.dtype = torch.float32,
         **spec: Any,
@@ -62,7 +63,7 @@ class Drive:
         self.spec = cache_spec(config, block_tokens=block_tokens, dtype=str(dtype).removeprefix("torch."), **spec)
         part = self.spec.only(STREAMS)
         layout = Layout.build(self.spec, memory_bytes, backend.page_layout(part))
-        self.manager = PagedCacheManager(layout, **({"restore": restore} if restore else {}))
+        self.manager = PagedCacheManager(layout, restore or RestorePolicy(), backoff_tokens)
         self.memory = DeviceMemory(layout)
         self.backend = backend(BackendContext(self.memory, part))
         states = next(group for group in layout.groups if group.exact)
@@ -129,6 +130,20 @@ class Drive:
             apart = len(step.drafts) and step.drafts[number] and self.draft_pages
             row.page = int(step.tables[self.group][step.slots[number], order[number] if apart else 0])
         self.manager.complete(step, order)
+
+    def prefill(self, *requests: Request, polite: bool = True, chunk: int = 1 << 30) -> None:
+        """Compute all known tokens, all requests in the same steps. polite: end chunks where the manager asks for."""
+        while True:
+            runs = []
+            for request in requests:
+                sequence = request.sequence
+                end = min(sequence.known, sequence.computed + chunk)
+                end = sequence.next_end(end) if polite else end
+                if end > sequence.computed:
+                    runs.append((request, end - sequence.computed, 0))
+            if not runs:
+                return
+            self.step(runs)
 
     def tell(self, request: Request) -> None:
         """The manager learns which drafts were accepted."""
