@@ -55,6 +55,7 @@ ORDER = [
     {"builtin"},
     {"metrics"},
     {"replay"},
+    {"template"},
     {"testing"},
     {"cli", "__main__"},
 ]
@@ -62,7 +63,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 #: What the machinery of plugins consists of, and who may know it.
 MACHINERY = {"records", "hookspecs", "plugins", "registry", "builtin"}
-KNOW_MACHINERY = MACHINERY | {"replay", "testing", "cli", "__main__"}
+KNOW_MACHINERY = MACHINERY | {"replay", "template", "testing", "cli", "__main__"}
 
 
 def imports(path: Path, package: str) -> Iterator[str]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 MEMBERS = ["core", *sorted(f"plugins/{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))]
+
+#: The smallest plugin.
+TEMPLATE = "plugins/_template"
 
 #: What a distribution ships beside its package.
 FILES = ("README.md", "CHANGELOG.md", "LICENSE")
@@ -41,6 +48,8 @@ def test_distributions_are_named_alike_and_complete():
         name = "kvist" if member == "core" else "kvist-" + member.removeprefix("plugins/").strip("_").replace("_", "-")
         assert found["name"] == name
         assert found["requires-python"] == project("core")["requires-python"]
+        if member == TEMPLATE:
+            continue  # it has what a new plugin has; core/tests/plugins compares it with the core's copy
         package = ROOT / member / "src" / name.replace("-", "_")
         for path in (package / "__init__.py", package / "py.typed", *(ROOT / member / f for f in FILES)):
             assert path.is_file(), path
@@ -59,3 +68,25 @@ def test_development_pins_torch_and_transformers_exactly():
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
     assert {"torch", "transformers"} <= {pin.partition("==")[0] for pin in pins}
+
+
+def imported(member: str) -> set[str]:
+    """Top-level packages that a distribution's own files import, wherever in them."""
+    found = set()
+    for path in (ROOT / member / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_a_distribution_imports_it_declares(member):
+    """Nobody may live on what somebody else happens to bring. Here every package is named like its distribution."""
+    optional = [each for texts in project(member).get("optional-dependencies", {}).values() for each in texts]
+    declared = {
+        re.split(r"[^\w-]", text)[0].replace("-", "_") for text in [*project(member)["dependencies"], *optional]
+    }
+    assert imported(member) - declared <= {path.name for path in (ROOT / member / "src").iterdir()}

@@ -11,6 +11,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import attrs
@@ -20,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvist.errors import KvistError, PluginError
 from kvist.hookspecs import SPEC_VERSION
-from kvist.plugins.discovery import CORE, PluginPlan, entry_points, plan
+from kvist.plugins.discovery import CORE, PluginPlan, about, entry_points, plan
 from kvist.plugins.loading import LoadedPlugin, LoadedPlugins, PluginWarning, examine
 from kvist.plugins.source import inspect_sources, summary
 from kvist.registry import Registry, resolve
@@ -65,7 +66,8 @@ def _commands() -> dict[str, _Command]:
     for point in entry_points(COMMAND_GROUP)[0]:
         if point.dist is None:
             continue
-        command = _Command(point.name, point.value, f"{point.dist.name} {point.dist.version}")
+        name, version, _ = about(point.dist)
+        command = _Command(point.name, point.value, f"{name} {version}")
         other = commands.get(point.name, command)
         # The core's commands cannot be taken over; between two others nobody is right.
         if CORE in (command.distribution, other.distribution):
@@ -80,20 +82,25 @@ def _commands() -> dict[str, _Command]:
 class _LazyGroup(TyperGroup):
     """Adds the commands of all distributions to those of this module."""
 
+    # One group is made for each run of the command line; the environment is read once for it.
+    @cached_property
+    def _lazy(self) -> dict[str, _Command]:
+        return _commands()
+
     # The types of contexts and commands are private to typer, and differ between its versions.
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_commands()})
+        return sorted({*super().list_commands(ctx), *self._lazy})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        command = _commands().get(cmd_name)
+        command = self._lazy.get(cmd_name)
         return None if command is None else command.stub()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name not in self.commands and (lazy := _commands().get(name)):
+        if name is not None and name not in self.commands and (lazy := self._lazy.get(name)):
             command = lazy.load()
         return name, command, rest
 

@@ -19,6 +19,9 @@ from kvist.errors import PluginError
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+#: Marks the fields that name objects, in the metadata of attrs.
+_TARGETS = "targets"
+
 #: In ``devices``, ``dtypes``: any torch device, any dtype.
 ANY = "*"
 
@@ -26,6 +29,17 @@ ANY = "*"
 def is_target(value: object) -> bool:
     """Whether ``value`` is a ``"package.module:Name"`` string."""
     return isinstance(value, str) and _TARGET.fullmatch(value) is not None
+
+
+def targets(record: Any) -> Iterator[tuple[str, str]]:
+    """Every object that a record names: ``("factory", "package.module:Name")``, ``("adapters['host']", ...)``."""
+    for field in attrs.fields(type(record)):
+        if _TARGETS in field.metadata:
+            value = getattr(record, field.name)
+            if isinstance(value, Mapping):
+                yield from ((f"{field.name}[{key!r}]", target) for key, target in value.items())
+            else:
+                yield field.name, value
 
 
 def _tuple(values: Any) -> Any:
@@ -142,7 +156,7 @@ def _name() -> Any:
 
 
 def _target(default: Any = attrs.NOTHING) -> Any:
-    return attrs.field(default=default, validator=_check_target)
+    return attrs.field(default=default, validator=_check_target, metadata={_TARGETS: True})
 
 
 def _some() -> Any:
@@ -178,7 +192,9 @@ class CacheManagerInfo:
     #: ``"package.module:Name"`` of the manager class; the core's one suits most families.
     manager_factory: str = _target("kvist.manager:PagedCacheManager")
     #: By host, e.g. ``{"transformers": "my_plugin.transformers:adapt"}``: what fits the family into that host.
-    adapters: Mapping[str, str] = attrs.field(factory=dict, converter=_frozen_mapping, validator=_check_adapters)
+    adapters: Mapping[str, str] = attrs.field(
+        factory=dict, converter=_frozen_mapping, validator=_check_adapters, metadata={_TARGETS: True}
+    )
     #: What the family's cache can do, declared and never inferred.
     capabilities: frozenset[str] = _flags()
     #: The higher one is chosen where two records serve the same model type; equal ones are an error.

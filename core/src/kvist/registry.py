@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,9 +18,15 @@ import attrs
 from kvist.errors import PluginError
 from kvist.plugins.discovery import PluginPlan, PluginRecord, plan, suggest
 from kvist.plugins.loading import LoadedPlugin, LoadedPlugins, PluginWarning, load
-from kvist.records import ANY, AttentionBackendInfo, CacheManagerInfo, TransceiverInfo, is_target
+from kvist.records import ANY, AttentionBackendInfo, CacheManagerInfo, TransceiverInfo, is_target, targets
 
 Info = TypeVar("Info", CacheManagerInfo, AttentionBackendInfo, TransceiverInfo)
+
+#: The contract that an object named by a record's field fulfils.
+_CONTRACTS = {
+    (AttentionBackendInfo, "factory"): "kvist.attention.base:AttentionBackend",
+    (CacheManagerInfo, "manager_factory"): "kvist.contract:CacheManager",
+}
 
 _LIST_HINT = "`kvist plugins` shows every installed plugin with its status"
 
@@ -58,10 +65,26 @@ class Entry(Generic[Info]):
     def resolve(self, target: str) -> Any:
         """The object named by one of the record's strings, e.g. ``entry.resolve(entry.info.spec_factory)``.
 
-        Raises :class:`PluginError` naming record, plugin and distribution, with the record's install hint.
+        A backend or manager class must have every method of its contract; more is fine. Raises :class:`PluginError`
+        naming record, plugin and distribution, with the record's install hint when the import fails.
         """
         hint = self.info.install_hint or f"reinstall {self.plugin.distribution}, or choose another plugin"
-        return resolve(target, what=str(self), hint=hint)
+        found = resolve(target, what=str(self), hint=hint)
+        for field, named in targets(self.info):
+            contract = _CONTRACTS.get((type(self.info), field)) if named == target else None
+            if contract is not None and inspect.isclass(found):
+                self._check(found, target, resolve(contract))
+        return found
+
+    def _check(self, found: type, target: str, contract: type) -> None:
+        abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+        public = (name for name in vars(contract) if not name.startswith("_"))
+        lacking = [name for name in public if name in abstract or not hasattr(found, name)]
+        if lacking:
+            raise PluginError(
+                f"{target!r} for {self} lacks {_shown(lacking)}, which {contract.__name__} asks for",
+                hint=f"update {self.plugin.distribution}; its authors find such faults with `kvist conform`",
+            )
 
     def __str__(self) -> str:
         return f"{self.info.name!r} of {self.plugin.origin}"

@@ -118,7 +118,7 @@ class Cache:
             value = value.to(getattr(torch, name)).double()
         return value.numpy()
 
-    def step(self, chunks: Sequence[tuple[int, int]], compact: bool = False) -> list[torch.Tensor]:
+    def step(self, chunks: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Compute ``(sequence, tokens)`` chunks in one step, check every layer, return the outputs."""
         chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
         block_tokens = self.case.block_tokens
@@ -140,7 +140,7 @@ class Cache:
             copies=(np.zeros((0, 2), np.int32),),
         )
         self.steps += 1
-        self.backend.begin(step.compact() if compact else step)
+        self.backend.begin(step)
         outputs = []
         for layer in self.layer_ids:
             output = self.backend.forward(layer, self._inputs(layer, chunks)).clone()
@@ -153,7 +153,7 @@ class Cache:
         self.check_free_pages()
         return outputs
 
-    def play(self, seed: int, drafts: bool = False) -> None:
+    def play(self, seed: int) -> None:
         """Random ragged steps until every sequence is computed: single tokens, splits at block borders, long chunks."""
         random = np.random.default_rng(seed)
         while open_ones := [n for n, total in enumerate(self.totals) if self.computed[n] < total]:
@@ -163,10 +163,7 @@ class Cache:
                 to_border = self.case.block_tokens - self.computed[index] % self.case.block_tokens
                 wish = random.choice([1, 1, 2, 5, to_border, to_border + 1, 40])
                 chunks.append((int(index), int(min(left, wish))))
-            self.step(chunks, compact=bool(random.integers(2)))
-            if drafts and random.integers(2):
-                index, tokens = chunks[0]
-                self.truncate(index, int(random.integers(tokens)))
+            self.step(chunks)
 
     def check_free_pages(self) -> None:
         """Pages that no table names are as they were."""
@@ -175,10 +172,6 @@ class Cache:
         for page in range(len(pages)):
             if page not in used:
                 assert (pages[page] == POISON).all(), f"page {page} was written"
-
-    def truncate(self, index: int, tokens: int) -> None:
-        """Take back ``tokens`` and poison nothing: stale rows stay behind the length, as after a rejected draft."""
-        self.computed[index] -= tokens
 
     @staticmethod
     def _read_only(table: np.ndarray) -> np.ndarray:

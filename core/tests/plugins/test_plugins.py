@@ -126,6 +126,8 @@ def test_two_distributions_with_one_name_conflict_and_neither_is_loaded(site):
         f"plugin 'good' of kvist-a 1.0 is in conflict (entry point 'good' = 'good_plugin'): {reason}",
         f"plugin 'good' of kvist-b 2.0 is in conflict (entry point 'good' = 'good_plugin'): {reason}",
     ]
+    hint = "\nhint: uninstall all but one of them, or add 'good' to KVIST_DISABLE_PLUGINS"
+    assert all(str(each.message).endswith(hint) for each in warned)
     assert_not_imported("good")
 
 
@@ -164,14 +166,25 @@ def test_too_old_plugins_are_found_by_their_metadata(site, requirement):
     site.add("old", requires=("attrs", requirement))
     found = record(plan(site.environ()), "old")
     assert (found.status, found.reason) == ("incompatible", f"needs kvist<0.0.1, have kvist {CORE_VERSION}")
-    with pytest.warns(PluginWarning, match="is incompatible"):
+    with pytest.warns(PluginWarning) as warned:
         load(plan(site.environ()))
+    assert [str(each.message) for each in warned] == [
+        "plugin 'old' of kvist-old 1.0 is incompatible (entry point 'old' = 'old_plugin'): "
+        f"needs kvist<0.0.1, have kvist {CORE_VERSION}\n"
+        "hint: install versions of kvist-old and kvist that fit, or add 'old' to KVIST_DISABLE_PLUGINS"
+    ]
     assert_not_imported("old")
 
 
 def test_requirements_that_do_not_apply_are_not_held_against_a_plugin(site):
-    site.add("good", requires=("kvist>=0.0.1", 'kvist<0.0.1; extra == "old"', "kvist-other<0.0.1"))
+    others = ("kvist-other<0.0.1", "kvist_more ~~ 1", "kvist-far @ https://example.invalid/far.whl", "")
+    site.add("good", requires=("kvist>=0.0.1", 'kvist<0.0.1; extra == "old"', "kvist (>=0.0.1)", "kvist", *others))
     assert record(plan(site.environ()), "good").status == "ready"
+
+
+def test_requirements_under_a_condition_that_holds_are_heeded(site):
+    site.add("old", requires=('kvist[torch] (<0.0.1); python_version > "3"',))
+    assert record(plan(site.environ()), "old").reason == f"needs kvist<0.0.1, have kvist {CORE_VERSION}"
 
 
 def test_unreadable_requirement(site):
@@ -214,7 +227,7 @@ def test_a_core_that_is_not_installed_is_told(monkeypatch):
     def absent(name):
         raise importlib_metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib_metadata, "version", absent)
+    monkeypatch.setattr(importlib_metadata, "distribution", absent)
     with pytest.raises(PluginError) as caught:
         load(plan({}))
     assert str(caught.value) == (
@@ -285,6 +298,10 @@ BROKEN = {
     "no list": (
         source(body="return None or 3"),
         "kvist_cache_managers must return a list of CacheManagerInfo, got int",
+    ),
+    "no return": (
+        source(body="pass"),
+        "kvist_cache_managers must return a list of CacheManagerInfo, got NoneType",
     ),
     "no record": (source(body="return ['x']"), "kvist_cache_managers must return CacheManagerInfo records, got str"),
     "raises half way": (source(body="raise RuntimeError('no')"), "RuntimeError: no"),

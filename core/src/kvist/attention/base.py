@@ -36,7 +36,8 @@ class AttentionBackend(ABC):
     One instance serves one cache. ``begin`` is called once per step, before the first layer; then ``forward`` once
     per layer. One call writes and reads, because a layer's streams agree only after the whole layer ran.
     A backend never changes a step or its tables, never touches pages the step does not name, and reads no row at or
-    beyond a sequence's length.
+    beyond a sequence's length. The whole contract, in numbered clauses, is in ``docs/reference/contract/backends.md``;
+    :class:`kvist.testing.attention.AttentionBackendTests` tries it.
     """
 
     @classmethod
@@ -60,6 +61,6 @@ class AttentionBackend(ABC):
         """Write the layer's new rows, then attend.
 
         ``inputs`` is the family's own frozen class; its tensors are flattened over the step's rows in order, and may
-        be reused by the caller afterwards. Returns ``[token_count, query heads, value head size]`` in the query's
-        dtype, valid until the next call.
+        be reused by the caller afterwards. Returns ``[token_count, ...]``, of the family's shape (``query heads, value
+        head size`` for attention) and in the inputs' dtype, valid until the next call.
         """

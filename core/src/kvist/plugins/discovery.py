@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import groupby
 from typing import Any, Literal
 
 import attrs
 import importlib_metadata
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from kvist.errors import PluginError
 from kvist.hookspecs import GROUP, SPEC_VERSION
@@ -28,6 +29,9 @@ CORE = "kvist"
 Status = Literal["ready", "loaded", "disabled", "conflict", "incompatible", "broken"]
 
 SpecVersion = tuple[int, int]
+
+#: The name in a requirement and, unless it has a condition or an address, its versions after perhaps some extras.
+_REQUIREMENT = re.compile(r"\s*([\w.-]*)(?:\s*(?:\[[^]]*\])?([^;@()\[]*)$)?")
 
 _HINT = "`kvist plugins` shows every installed plugin with its status"
 
@@ -119,7 +123,7 @@ def plan(environ: Mapping[str, str] | None = None) -> PluginPlan:
 
 def _core_version(problems: list[Problem]) -> str:
     try:
-        return importlib_metadata.version(CORE)
+        return about(importlib_metadata.distribution(CORE))[1]
     except importlib_metadata.PackageNotFoundError:
         problems.append(
             Problem(
@@ -146,7 +150,7 @@ def _one_by_one(group: str) -> tuple[list[importlib_metadata.EntryPoint], list[P
     faults: dict[str, PluginRecord] = {}
     seen = set()
     for distribution in importlib_metadata.distributions():
-        name, version, _ = _about(distribution)
+        name, version, _ = about(distribution)
         if name in seen:
             continue
         seen.add(name)
@@ -158,13 +162,23 @@ def _one_by_one(group: str) -> tuple[list[importlib_metadata.EntryPoint], list[P
     return points, list(faults.values())
 
 
-def _about(distribution: Any) -> tuple[str, str, list[str]]:
-    """Name, version and requirements. Reads the metadata once; it is parsed anew at each access."""
+def about(distribution: Any) -> tuple[str, str, list[str]]:
+    """Name, version and requirements; ``"unknown"`` twice when there is no metadata, or none with name and version.
+
+    Reads the lines itself: the library parses a whole e-mail with the README as its body, at each access.
+    """
+    found: dict[str, list[str]] = {}
     try:
-        metadata = distribution.metadata
-        return metadata["Name"], metadata["Version"], metadata.get_all("Requires-Dist") or []
-    except Exception:  # no METADATA file, or one without name or version
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    except (OSError, ValueError):
+        text = ""
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.lower(), []).append(value.strip())
+    name, version = found.get("name", [""])[0], found.get("version", [""])[0]
+    if not name or not version:
         return "unknown", "unknown", []
+    return name, version, found.get("requires-dist", [])
 
 
 def _discover(core_version: str) -> list[PluginRecord]:
@@ -174,11 +188,12 @@ def _discover(core_version: str) -> list[PluginRecord]:
     for point in points:
         if point.dist is None:
             continue
-        name, version, requirements = _about(point.dist)
+        name, version, requirements = about(point.dist)
         status: Status = "ready"
+        reason = ""
         if name == "unknown":
             status, reason = "broken", "the metadata of its distribution cannot be read"
-        elif reason := _unusable(requirements, core_version):
+        elif canonical(name) != CORE and (reason := _unusable(requirements, core_version)):
             status = "incompatible"
         found.add(PluginRecord(point.name, name, version, point.value, status=status, reason=reason))
     return sorted(found, key=lambda record: (record.name, record.distribution, record.value))
@@ -186,18 +201,41 @@ def _discover(core_version: str) -> list[PluginRecord]:
 
 def _unusable(requirements: Iterable[str], core_version: str) -> str:
     """Why a distribution with these ``Requires-Dist`` lines does not fit the installed core; empty if it does."""
-    for text in requirements:
+    return next(filter(None, (_misfit(text, core_version) for text in requirements)), "")
+
+
+@cache
+def _misfit(text: str, core_version: str) -> str:
+    """Why one requirement is not met by the core; empty if it is met, or about something else."""
+    name, versions = _REQUIREMENT.match(text).groups()  # type: ignore[union-attr]  # it matches any text
+    if canonical(name) != CORE:
+        return ""
+    if versions is not None:
         try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            return f"its metadata has an unreadable requirement {text!r}"
-        if canonicalize_name(requirement.name) != CORE:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if not requirement.specifier.contains(core_version, prereleases=True):
-            return f"needs kvist{requirement.specifier}, have kvist {core_version}"
-    return ""
+            return _outside(SpecifierSet(versions), core_version)
+        except InvalidSpecifier:
+            pass  # the parser of requirements says it below
+    # Imported here because it takes as long as reading all metadata, and conditional requirements are rare.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        return f"its metadata has an unreadable requirement {text!r}"
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return ""
+    return _outside(requirement.specifier, core_version)
+
+
+def _outside(versions: SpecifierSet, core_version: str) -> str:
+    if versions.contains(core_version, prereleases=True):
+        return ""
+    return f"needs kvist{versions}, have kvist {core_version}"
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _listed(

@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -20,9 +19,9 @@ import pluggy
 from kvist import hookspecs
 from kvist.errors import PluginError
 from kvist.hookspecs import GROUP, SPEC_VERSION
-from kvist.plugins.discovery import CORE, PluginPlan, PluginRecord, suggest
-from kvist.plugins.source import SPEC_CONSTANT, version_fault
-from kvist.records import AttentionBackendInfo, CacheManagerInfo, TransceiverInfo
+from kvist.plugins.discovery import CORE, DENY_VARIABLE, PluginPlan, PluginRecord, suggest
+from kvist.plugins.source import SPEC_CONSTANT, find, version_fault
+from kvist.records import AttentionBackendInfo, CacheManagerInfo, TransceiverInfo, targets
 
 Info = TypeVar("Info", CacheManagerInfo, AttentionBackendInfo, TransceiverInfo)
 
@@ -82,10 +81,10 @@ def load(plan: PluginPlan, *, role: str | None = None) -> LoadedPlugins:
             if plan.resolved:
                 raise PluginError(f"{process}: {_sentence(outcome)}", hint=_SAME_ENVIRONMENT) from error
             if record.explicit or plan.strict or record.distribution == CORE:
-                raise PluginError(_sentence(outcome), hint=_hint(outcome)) from error
+                raise PluginError(_sentence(outcome), hint=_hint(outcome, plan)) from error
             record = outcome
         if record.status != "disabled" and not plan.resolved:
-            warnings.warn(f"{_sentence(record)}\nhint: {_hint(record)}", PluginWarning, stacklevel=2)
+            warnings.warn(f"{_sentence(record)}\nhint: {_hint(record, plan)}", PluginWarning, stacklevel=2)
         records.append(record)
     return LoadedPlugins(attrs.evolve(plan, records=tuple(records), resolved=True), tuple(plugins))
 
@@ -147,8 +146,16 @@ def _sentence(record: PluginRecord) -> str:
     return f"plugin {record.name!r} of {record.origin} is {state} ({point}): {record.reason}"
 
 
-def _hint(record: PluginRecord) -> str:
-    return f"mend or uninstall {record.distribution}, or add {record.name!r} to KVIST_DISABLE_PLUGINS"
+def _hint(record: PluginRecord, plan: PluginPlan) -> str:
+    deny = f"add {record.name!r} to {DENY_VARIABLE}"
+    if record.status == "incompatible":
+        return f"install versions of {record.distribution} and kvist that fit, or {deny}"
+    if record.status == "conflict":
+        # Denying a name of the core would switch off the core's own plugin.
+        if any(other.name == record.name and other.distribution == CORE for other in plan.records):
+            return f"uninstall {record.distribution}, or ask its authors for another name of the entry point"
+        return f"uninstall all but one of them, or {deny}"
+    return f"mend or uninstall {record.distribution}, or {deny}"
 
 
 def _load_one(record: PluginRecord) -> LoadedPlugin:
@@ -208,10 +215,12 @@ def _check_signature(name: str, implementation: pluggy.HookImpl) -> None:
             )
 
 
-def _records(hook: Callable[[], list[Any]], kind: type[Info]) -> tuple[Info, ...]:
+def _records(hook: pluggy.HookCaller, kind: type[Info]) -> tuple[Info, ...]:
     """Call one hook of one plugin and check what it returned."""
     records: list[Info] = []
-    for result in hook():
+    # pluggy leaves out what is None, so a hook without a result forgot to return one.
+    results = hook() or [None] * len(hook.get_hookimpls())
+    for result in results:
         if not isinstance(result, list | tuple):
             raise _CheckError(f"{_hook_name(hook)} must return a list of {kind.__name__}, got {type(result).__name__}")
         for item in result:
@@ -222,7 +231,26 @@ def _records(hook: Callable[[], list[Any]], kind: type[Info]) -> tuple[Info, ...
     for name in names:
         if names.count(name) > 1:
             raise _CheckError(f"{_hook_name(hook)} returns two records named {name!r}")
+    for record in records:
+        _check_targets(record)
     return tuple(records)
+
+
+def _check_targets(record: Any) -> None:
+    """Refuse names of modules that do not exist; nothing is imported for it.
+
+    Where a whole package is missing and the record says how to get it, that is no fault before somebody selects it.
+    """
+    for field, target in targets(record):
+        module = target.partition(":")[0]
+        package = module.partition(".")[0]
+        if module in sys.modules or find(module) is not None:
+            continue
+        if record.install_hint and find(package) is None:
+            continue
+        raise _CheckError(
+            f"{type(record).__name__} {record.name!r}: {field} is {target!r}, but no module {module!r} can be found"
+        )
 
 
 def _hook_name(hook: Any) -> str:

@@ -45,7 +45,7 @@ def _inspect(record: PluginRecord) -> PluginRecord:
         return record
     module = record.value.partition(":")[0].strip()
     try:
-        found = _find(module)
+        found = find(module)
     except Exception as error:  # a finder of somebody else's; whatever it raises concerns this plugin only
         return attrs.evolve(record, status="broken", reason=f"{type(error).__name__}: {error}")
     if found is None:
@@ -58,8 +58,11 @@ def _inspect(record: PluginRecord) -> PluginRecord:
     return attrs.evolve(record, spec=declared)
 
 
-def _find(module: str) -> ModuleSpec | None:
-    """Where a module would be imported from. Unlike ``importlib.util.find_spec``, imports no parent package."""
+def find(module: str) -> ModuleSpec | None:
+    """Where a module would be imported from. Unlike ``importlib.util.find_spec``, imports no parent package.
+
+    ``None`` when it cannot be found. May raise what somebody else's finder raises.
+    """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     parts = module.split(".")
@@ -103,7 +106,7 @@ def summary(value: str) -> str:
     """First line of the docstring of the function ``"package.module:name"``, read from the source; may be empty."""
     module, _, name = value.partition(":")
     try:
-        found = _find(module.strip())
+        found = find(module.strip())
     except Exception:  # as above: a foreign finder must not break a list of commands
         return ""
     for statement in _statements(found) if found is not None else []:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ def marked_tests(suite: type) -> dict[str, tuple[str, ...]]:
     return {name: numbers_of(test) for name, test in found if name.startswith("test_")}
 
 
-def run(suite: type, clause: str | None = None) -> list[Failure]:
-    """Call the tests of a suite, or those of one clause; each on an object of its own. Returns those that failed.
+def run(suite: type, clause: str | None = None, *, first: bool = False) -> list[Failure]:
+    """Call the tests of a suite, or those of one clause; each on an object of its own. Returns those that failed, or
+    only the ``first``.
 
     Raises LookupError when the clause has no test.
     """
@@ -49,7 +50,7 @@ def run(suite: type, clause: str | None = None) -> list[Failure]:
     failures = []
     for name in names:
         test = getattr(suite, name)
-        for arguments in _arguments(test):
+        for arguments in _arguments(suite, test):
             label = name + (f"[{'-'.join(map(str, arguments.values()))}]" if arguments else "")
             try:
                 _call(test, suite(), arguments)
@@ -57,6 +58,8 @@ def run(suite: type, clause: str | None = None) -> list[Failure]:
                 continue
             except (Exception, pytest.fail.Exception) as error:
                 failures.append(Failure(label, numbers_of(test), error))
+                if first:
+                    return failures
     return failures
 
 
@@ -67,15 +70,28 @@ def _call(test: Callable[..., None], suite: object, arguments: dict[str, Any]) -
         return test(suite, **arguments, tmp_path=Path(folder))
 
 
-def _arguments(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments of every call that the ``parametrize`` marks of a test ask for."""
-    choices: list[list[dict[str, Any]]] = []
+def _arguments(suite: type, test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """The arguments of every call that the ``parametrize`` marks of a test, and its suite, ask for."""
+    asked = _Asked(list(inspect.signature(test).parameters))
     for mark in getattr(test, "pytestmark", []):
-        if mark.name != "parametrize":
-            continue
-        names, rows = mark.args[:2]
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [row.values if hasattr(row, "marks") else (row,) if len(names) == 1 else row for row in rows]
-        choices.append([dict(zip(names, row, strict=True)) for row in rows])
-    for chosen in product(*choices):
+        if mark.name == "parametrize":
+            asked.parametrize(*mark.args[:2])
+    if hasattr(suite, "pytest_generate_tests"):
+        suite().pytest_generate_tests(asked)
+    for chosen in product(*asked.choices):
         yield {name: value for each in chosen for name, value in each.items()}
+
+
+@attrs.define
+class _Asked:
+    """Stands in for pytest's ``Metafunc``: a suite may choose the arguments of its tests itself."""
+
+    fixturenames: list[str]
+    choices: list[list[dict[str, Any]]] = attrs.field(factory=list)
+
+    def parametrize(self, names: str | Iterable[str], rows: Iterable[Any]) -> None:
+        """As pytest's; rows that pytest would skip are left out."""
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        rows = [row for row in rows if not any(mark.name == "skip" for mark in getattr(row, "marks", ()))]
+        rows = [row.values if hasattr(row, "marks") else (row,) if len(names) == 1 else row for row in rows]
+        self.choices.append([dict(zip(names, row, strict=True)) for row in rows])

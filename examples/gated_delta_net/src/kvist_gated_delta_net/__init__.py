@@ -1,0 +1,1 @@
+"""States of gated delta nets: an example of a plugin for Kvist."""

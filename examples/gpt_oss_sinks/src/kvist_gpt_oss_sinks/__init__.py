@@ -1,0 +1,1 @@
+"""What GPT-OSS keeps, and attention over it: an example of a plugin for Kvist."""

@@ -1,0 +1,18 @@
+"""The plugin against the contract of Kvist: run with pytest, after ``pip install -e . 'kvist[testing]'``."""
+
+from __future__ import annotations
+
+from kvist.testing.packaging import PluginTests
+
+CONFIG = {"model_type": "template", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+
+
+class TestPackaging(PluginTests):
+    name = "template"
+
+    def configs(self):
+        return [CONFIG]
+
+    def bad_configs(self):
+        text = "template: config field 'head_dim' must be a positive int, got 0"
+        return [({**CONFIG, "head_dim": 0}, text)]
