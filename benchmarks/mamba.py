@@ -116,7 +116,8 @@ def capacities() -> Iterator[Figure]:
             mine, (peers, block) = ours(name, length), theirs(sizes, length)
             state, token = sizes.states * sizes.state / 2**20, sizes.attentions * sizes.row / 1024
             harness.progress(
-                f"| {name} | {state:.1f} MiB | {token:.0f} KiB | {length:,} | {mine:,} | {peers:,} | {mine / peers:.2f}x | {block:,} tokens |"
+                f"| {name} | {state:.1f} MiB | {token:.0f} KiB | {length:,} | {mine:,} | {peers:,} "
+                f"| {mine / peers:.2f}x | {block:,} tokens |"
             )
             if length == 4_000:
                 yield Figure(
@@ -204,8 +205,8 @@ def reuse(options: argparse.Namespace) -> Figure:
         "| states, of attention's bytes | states at | reused | states held and cached |\n|---|---|--:|--:|"
     )
     value = 0.0
-    for share in (0.1,) if options.quick else (0.025, 0.05, 0.1, 0.2, 0.5, float("inf")):
-        for every in (None,) if options.quick else (None, 128, 16):
+    for share in (0.1,) if options.quick else (0.05, 0.1, 0.2, 0.5, 1.0, float("inf")):
+        for every in (None,) if options.quick else (None, 128):
             result = replayed(requests, share, every)
             assert result.stats is not None
             group = next(g for g in result.stats.groups if "State" in g.name)

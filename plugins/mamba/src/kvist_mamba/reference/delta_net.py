@@ -19,7 +19,8 @@ def split_delta_net(
     keys = (conv.shape[1] - heads * value_size) // 2
     q, k, v = torch.split(conv, [keys, keys, heads * value_size], dim=1)
     count = len(conv)
-    return q.reshape(count, -1, key_size), k.reshape(count, -1, key_size), v.reshape(count, heads, value_size)
+    q, k = (each.reshape(count, keys // key_size, key_size) for each in (q, k))
+    return q, k, v.reshape(count, heads, value_size)
 
 
 def delta_net_scan(

@@ -16,7 +16,8 @@ def split_mamba2(
     shared = (conv.shape[1] - heads * size) // 2
     x, b, c = torch.split(conv, [heads * size, shared, shared], dim=1)
     count = len(conv)
-    return x.reshape(count, heads, size), b.reshape(count, -1, columns), c.reshape(count, -1, columns)
+    groups = shared // columns
+    return x.reshape(count, heads, size), b.reshape(count, groups, columns), c.reshape(count, groups, columns)
 
 
 def mamba2_scan(
