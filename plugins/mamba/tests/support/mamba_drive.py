@@ -19,7 +19,7 @@ from kvist.restore import RestorePolicy
 from kvist.step import Step
 from kvist_mamba import cache_spec
 from kvist_mamba.backend import ReferenceBackend
-from kvist_mamba.inputs import STREAMS, RecurrentInputs
+from kvist_mamba.inputs import RECURRENT_STATE, STREAMS, RecurrentInputs
 
 
 @attrs.define(eq=False)
@@ -154,6 +154,11 @@ class Drive:
         """A copy of the page with the sequence's states, as bytes, in use or not."""
         content = self.memory.layout.groups[self.group].content_bytes
         return self.memory.pages(self.group)[request.page, :content].clone()
+
+    def recurrent_state(self, request: Request, layer: int) -> torch.Tensor:
+        """One layer's state of the sequence, in float32."""
+        row = self.memory.layout.part(layer, RECURRENT_STATE)[1].stream.row
+        return self.memory.view(layer, RECURRENT_STATE, row.shape, getattr(torch, row.dtype))[request.page].float()
 
     def poison(self) -> None:
         """NaN in every page that nobody holds or can find, and in the reserved one."""
