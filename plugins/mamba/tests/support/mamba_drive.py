@@ -50,7 +50,7 @@ class Drive:
         model_type: str,
         *,
         block_tokens: int = 8,
-        memory_bytes: int = 4 << 20,
+        memory_bytes: int = 2 << 20,
         restore: RestorePolicy | None = None,
         backoff_tokens: int = 0,
         backend: type = ReferenceBackend,
@@ -162,9 +162,8 @@ class Drive:
 
     def poison(self) -> None:
         """NaN in every page that nobody holds or can find, and in the reserved one."""
-        pages = self.memory.pages(self.group)
-        free = torch.tensor(np.asarray(self.manager.free_pages(self.group)), dtype=torch.int64)
-        pages[free] = 0xFF
+        pages = self.memory.pages(self.group).numpy()
+        pages[self.manager.free_pages(self.group)] = 0xFF
         pages[0] = 0xFF
 
     def error(self, request: Request, first: int = 0) -> float:
