@@ -77,7 +77,7 @@ class Values:
         ]
         self.pages: list[Array] = []
         for group, pages in zip(self.layout.groups, self.whole):
-            rows = _state_rows(group.retention) if group.exact else group.retention.ring or self.layout.block_tokens
+            rows = state_rows(group.retention) if group.exact else group.retention.ring or self.layout.block_tokens
             assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
             self.pages.append(pages[:, :rows])
 
@@ -195,6 +195,6 @@ class Values:
         assert np.array_equal(found, truth[positions]), f"{group.name}: position {query} reads wrong rows"
 
 
-def _state_rows(retention: Retention) -> int:
+def state_rows(retention: Retention) -> int:
     """Values in the page of a state: one, or a checkpoint's two and one for each draft that can be taken back."""
     return 1 if retention.draft_pages else 2 + (retention.most_drafts or 0)
