@@ -86,8 +86,9 @@ class CacheManager(Protocol):
 
         ran: has it begun? Its copies and zeros are then done, and any of its rows may be written. States and rings can
         be overwritten, so where a group has them the step's sequences leave their batch and are suspended, once their
-        older steps are completed; :meth:`resume` takes them back to a restore point. With ``False`` the copies and
-        zeros are left to the next step, and StateError is raised if there are any and a later step has begun.
+        older steps are completed. Their whole blocks, with the snapshots in them, are published before, and
+        :meth:`resume` takes them back to a restore point. With ``False`` the copies and zeros are left to the next
+        step, and StateError is raised if there are any and a later step has begun.
         """
 
     def suspend(self, sequence: Sequence) -> None:

@@ -52,9 +52,17 @@ class Publisher:
         published = sequence.published
         if self._windows and (published > start or ended):
             # An end at a block boundary was published before, and not known to be one.
-            self._keep_windows(sequence, start, published, ended, switch)
+            self._keep_windows(sequence, start, published, ended=ended, switch=switch)
         if sequence.snapshots:
             self._file_snapshots(sequence, published)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Publish what is sure of a sequence whose last step has failed half way: its whole blocks, to be resumed at the
+        end of them as far as the windows are still there. The step may have written to the open block, and over states.
+        """
+        self.publish(sequence, ended=False)
+        if self._windows and sequence.shares:
+            self._keep_windows(sequence, sequence.published, sequence.published, ended=True, switch=True)
 
     def _insert_by_wish(self, sequence: Sequence, start: int, end: int, switch: bool) -> None:
         """One insertion for each wish, because an extent has one, and known blocks get it if theirs is weaker."""
@@ -113,7 +121,7 @@ class Publisher:
                 self._ledger.release(group, row[first:end])
                 row[first:end] = known[group]
 
-    def _keep_windows(self, sequence: Sequence, start: int, end: int, ended: bool, switch: bool) -> None:
+    def _keep_windows(self, sequence: Sequence, start: int, end: int, *, ended: bool, switch: bool) -> None:
         """Publish what resuming at the restore points in ``(start, end]`` requires, as far as it is still there."""
         points = sequence.points
         due = [point for point in points if point <= end]

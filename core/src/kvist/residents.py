@@ -279,6 +279,7 @@ class Residents(Books):
                     self._spoiled.append(sequence)
                 elif not sequence.suspended:
                     sequence.undecided = False
+                    self._publisher.leave(sequence)
                     self._park(sequence)
         if self._closing:
             waiting, self._closing = self._closing, []

@@ -163,6 +163,7 @@ class CacheBase:
             return
         if live.lost:
             assert live.closing or live.sequence.suspended, "a sequence without its state has to be resumed"
+            self.model.publish(live, ended=False)
             live.suspended, live.computed, live.columns = True, 0, 0
             live.stepped = live.delayed = live.lost = live.pending = False
         if live.closing:
