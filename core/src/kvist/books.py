@@ -175,10 +175,15 @@ class Books:
         if not any(short):
             return eviction, ()
         return eviction, tuple(
-            Shortage(group.name, needed[group.index], needed[group.index] - short[group.index])
+            Shortage(group.name, needed[group.index], needed[group.index] - short[group.index], self._copies)
             for group in self.layout.groups
             if short[group.index]
         )
+
+    @property
+    def _copies(self) -> int:
+        """Copies between tiers in progress that keep pages of the device."""
+        return 0 if self._lower is None else len(self._lower.device.pins)
 
     def _evict(self, eviction: Eviction) -> None:
         for group, count in enumerate(evict(self._keeper, self._ledger, eviction)):

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.handover import Hold, Landing
 from kvist.layout import KEPT_ROLLBACK
+from kvist.plan import room_hint
 from kvist.prefix.match import Match
 from kvist.residents import Residents
 from kvist.sequence import Sequence, as_prompt, frozen_tokens
@@ -64,7 +65,8 @@ class Exchange(Residents):
                 self._tables.release(sequence.slot)
                 self._epoch += 1
                 raise CapacityError(
-                    f"no room now for {length} tokens from another process", hint="close a sequence first"
+                    f"no room now for {length} tokens from another process",
+                    hint=room_hint(self._copies, "land", "close a sequence first"),
                 )
             pages = self._take(sequence, length, new)
         sequence.reused = sequence.claimed = sequence.computed

@@ -34,11 +34,13 @@ class Run:
 
 @attrs.frozen
 class Shortage:
-    """One group lacks pages: it needs ``needed`` and can get ``available``, evictions included."""
+    """One group lacks pages: it needs ``needed`` and can get ``available``, evictions included. ``copies``: between
+    tiers, in progress, that keep pages until ``poll`` has taken them in."""
 
     group: str
     needed: int
     available: int
+    copies: int = 0
 
     def __str__(self) -> str:
         return f"{self.group} needs {self.needed} pages and can get {self.available}"
@@ -89,9 +91,16 @@ class Plan:
         if self.shortages:
             raise CapacityError(
                 "the plan does not fit: " + "; ".join(map(str, self.shortages)),
-                hint="plan fewer tokens, or close a sequence first",
+                hint=room_hint(self.shortages[0].copies, "plan", "plan fewer tokens, or close a sequence first"),
             )
         return self._commit(self)
+
+
+def room_hint(copies: int, call: str, otherwise: str) -> str:
+    """What to do without room: wait for ``copies`` between tiers, if there are any, and ``call`` again."""
+    if not copies:
+        return otherwise
+    return f"poll() until copies between tiers have finished, and {call} again; or {otherwise}"
 
 
 def ordered_runs(

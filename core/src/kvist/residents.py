@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvist.books import Books
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.layout import Layout
+from kvist.plan import room_hint
 from kvist.policies import EvictionPolicy
 from kvist.prefix.match import Match
 from kvist.restore import RestorePolicy
@@ -153,7 +154,10 @@ class Residents(Books):
         needed = self._claims.fork_needs(sequence)
         eviction, shortages = self._make_room(needed)
         if shortages:
-            raise CapacityError("no room for a fork: " + "; ".join(map(str, shortages)), hint="close a sequence first")
+            raise CapacityError(
+                "no room for a fork: " + "; ".join(map(str, shortages)),
+                hint=room_hint(self._copies, "fork", "close a sequence first"),
+            )
         self._evict(eviction)
         if len(self._group_range) > 1:
             self._ledger.arena.gather(needed)

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvist.errors import SpecError, StateError, TierError
+from kvist.errors import CapacityError, SpecError, StateError, TierError
 from kvist.manager import PagedCacheManager, Run, Tiers
 from kvist.memory.copier import ManualCopier
 from kvist.memory.mover import Tier
@@ -156,10 +156,51 @@ def test_what_a_copy_reads_stays_until_it_has_finished() -> None:
     plan = cache.manager.plan([Run(taker, 32)])
     assert not plan.fits
     assert str(plan.shortages[0]) == "target/History() needs 8 pages and can get 6"
+    assert plan.shortages[0].copies == 1
     cache.copier.run()
     cache.poll()
     assert cache.manager.plan([Run(taker, 32)]).fits
     cache.manager.close(taker)
+
+
+def test_a_shortage_while_copies_keep_pages_says_so(tmp_path) -> None:
+    """Only then: without them, waiting gives nothing."""
+    cache = Cache(device_pages=8, host_pages=8, folder=tmp_path)
+    cache.cached(range(1, 9))
+    cache.poll()
+    taker = cache.manager.open(np.arange(100, 132), reuse=False)
+    with pytest.raises(CapacityError) as error:
+        cache.manager.plan([Run(taker, 32)]).commit()
+    assert str(error.value) == (
+        "the plan does not fit: target/History() needs 8 pages and can get 6\n"
+        "hint: poll() until copies between tiers have finished, and plan again; or plan fewer tokens, or close a "
+        "sequence first"
+    )
+    parent = cache.manager.open(np.arange(200, 222))
+    cache.compute(parent)
+    with pytest.raises(CapacityError) as error:
+        cache.manager.fork(parent)
+    assert str(error.value) == (
+        "no room for a fork: target/History() needs 1 pages and can get 0\n"
+        "hint: poll() until copies between tiers have finished, and fork again; or close a sequence first"
+    )
+    with pytest.raises(CapacityError) as error:
+        cache.manager.land(np.arange(300, 308))
+    assert str(error.value) == (
+        "no room now for 8 tokens from another process\n"
+        "hint: poll() until copies between tiers have finished, and land again; or close a sequence first"
+    )
+    cache.copier.run()
+    cache.poll()
+    # What goes on from the host to the disk keeps nothing on the device.
+    assert cache.manager.copying == 1
+    with pytest.raises(CapacityError) as error:
+        cache.manager.plan([Run(taker, 32)]).commit()
+    assert str(error.value) == (
+        "the plan does not fit: target/History() needs 8 pages and can get 2\n"
+        "hint: plan fewer tokens, or close a sequence first"
+    )
+    cache.manager.close(cache.manager.fork(parent))
 
 
 def test_a_plan_made_before_a_copy_began_is_stale() -> None:

@@ -31,7 +31,7 @@ from kvist.memory.blockfile import (
     stored_blocks,
     taken_bytes,
 )
-from kvist.memory.diskstats import Change, Cleared, DiskStats, Reason
+from kvist.memory.diskstats import Change, Changes, Cleared, DiskStats, Reason
 
 __all__ = ["Change", "Cleared", "DiskStats", "DiskStore"]
 
@@ -79,8 +79,7 @@ class DiskStore:
         # Raised by clear and close: a block that was being written then is not kept.
         self._generation = 0
         self._closed = False
-        #: While somebody follows what can be found.
-        self._changes: list[Change] | None = None
+        self._changes = Changes()
         if budget_bytes < self.block_bytes:
             raise TierError(
                 f"disk tier {self.folder}: a budget of {budget_bytes} bytes holds no block: one takes "
@@ -132,17 +131,17 @@ class DiskStore:
     def follow(self, on: bool) -> None:
         """Keep a list of changes for :meth:`changes` from now on, or no more. Without it none costs anything."""
         with self._lock:
-            self._changes = ([] if self._changes is None else self._changes) if on else None
+            self._changes.follow(on)
 
     def changes(self) -> list[Change]:
         """Changes of what can be found since the last call, oldest first."""
         with self._lock:
-            return self._take_changes()
+            return self._changes.take()
 
     def entries(self) -> tuple[list[tuple[bytes, int]], list[Change]]:
         """Every key with its groups as bits, and the changes that led to that since the last call."""
         with self._lock:
-            return [(key, entry.groups) for key, entry in self._index.items()], self._take_changes()
+            return [(key, entry.groups) for key, entry in self._index.items()], self._changes.take()
 
     @property
     def generation(self) -> int:
@@ -320,8 +319,8 @@ class DiskStore:
             self._unlink(self._files.path(key, before), known.size)
         elif known is not None:
             self._used -= known.size
-        self._note(key, groups & ~before, None)
-        self._note(key, before & ~groups, "failed")
+        self._changes.note(key, groups & ~before, None)
+        self._changes.note(key, before & ~groups, "failed")
         entry = _Entry(groups, taken_bytes(self._files.file_bytes(groups)))
         self._index[key] = entry
         self._used += entry.size
@@ -347,19 +346,9 @@ class DiskStore:
         entry = self._index.pop(key, None)
         if entry is None:
             return False
-        self._note(key, entry.groups, reason)
+        self._changes.note(key, entry.groups, reason)
         self._unlink(self._files.path(key, entry.groups), entry.size)
         return True
-
-    def _note(self, key: bytes, groups: int, reason: Reason | None) -> None:
-        if self._changes is not None and groups:
-            self._changes.append(Change(key, groups, reason))
-
-    def _take_changes(self) -> list[Change]:
-        found = self._changes or []
-        if found:
-            self._changes = []
-        return found
 
     def _unlink(self, path: Path, size: int) -> None:
         """Remove a file counted as used. One that cannot be removed stays counted: it does take room."""

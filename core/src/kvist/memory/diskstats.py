@@ -1,4 +1,4 @@
-"""What a disk store says of itself."""
+"""What a disk store says of itself: numbers, and changes of what can be found."""
 
 from __future__ import annotations
 
@@ -57,3 +57,27 @@ class Change:
     key: bytes
     groups: int
     reason: Reason | None = None
+
+
+class Changes:
+    """What changed of a store, oldest first, while somebody follows it. The store's lock guards it."""
+
+    def __init__(self) -> None:
+        self._kept: list[Change] | None = None
+
+    def follow(self, on: bool) -> None:
+        if not on:
+            self._kept = None
+        elif self._kept is None:
+            self._kept = []
+
+    def note(self, key: bytes, groups: int, reason: Reason | None) -> None:
+        if self._kept is not None and groups:
+            self._kept.append(Change(key, groups, reason))
+
+    def take(self) -> list[Change]:
+        """All since the last call."""
+        if not self._kept:
+            return []
+        taken, self._kept = self._kept, []
+        return taken
