@@ -57,8 +57,8 @@ class Publisher:
             self._file_snapshots(sequence, published)
 
     def leave(self, sequence: Sequence) -> None:
-        """Publish what is sure of a sequence whose last step has failed half way: its whole blocks, to be resumed at the
-        end of them as far as the windows are still there. The step may have written to the open block, and over states.
+        """Publish what is sure of a sequence whose last step has failed half way: its whole blocks, to be resumed at
+        their end as far as the windows are still there. The step may have written to the open block, and over states.
         """
         self.publish(sequence, ended=False)
         if self._windows and sequence.shares:

@@ -12,7 +12,7 @@ from kit.mutants.planted import listed, planted
 
 from kvist import claim
 from kvist.manager import PagedCacheManager
-from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window
+from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
 from kvist.testing.builtin import TestPagedCacheManager
 from kvist.testing.manager import CacheManagerTests
 from kvist.testing.mixes import MIXES, Kind
@@ -67,6 +67,50 @@ def test_a_manager_for_one_family_names_what_it_serves() -> None:
         with pytest.raises(pytest.skip.Exception) as caught:
             test()
         assert str(caught.value) == why
+
+
+class Alone(CacheManagerTests):
+    """A spec and no mixes; pages of one group are 128 times as large as the other's."""
+
+    seeds, examples = 4, 2
+    small: ClassVar[History | Window] = History()
+    large: ClassVar[State | Window | History] = State()
+
+    def manager(self, layout, **options):
+        return PagedCacheManager(layout, **options)
+
+    def mixes(self):
+        return {}
+
+    def spec(self):
+        rows = tuple(Stream(name, RowFormat((1, 8), "bfloat16"), self.small) for name in ("k", "v"))
+        row = RowFormat((64, 64) if self.large.exact else (16, 64), "float32")
+        return CacheSpec([Layer(0, rows), Layer(1, (Stream("large", row, self.large),))], 4, "mine", max_tokens=500)
+
+
+@pytest.mark.parametrize(("small", "large"), [(History(), State()), (Window(6), History()), (History(), Window(6))])
+def test_a_spec_alone_is_enough_however_unequal_its_pages(small, large) -> None:
+    kit = type("Kit", (Alone,), {"small": small, "large": large})()
+    sizes = [group.page_bytes for group in next(kit.layouts(1))[1].groups]
+    assert max(sizes) == 128 * min(sizes)
+    assert {name: {kind.retention for kind in kinds} for name, kinds in kit.streams().items()} == {
+        "spec()": {small, large}
+    }
+    kit.test_anything_in_any_order()
+    kit.test_anything_in_any_order_in_its_shortest_form()
+    kit.test_what_somebody_holds_is_never_evicted()
+    kit.test_nobody_finds_what_is_still_on_its_way()
+
+
+def test_without_mixes_and_without_a_spec_nothing_is_tried() -> None:
+    class Nothing(Alone):
+        def spec(self):
+            return None
+
+    with pytest.raises(
+        AssertionError, match=r"^Nothing: mixes\(\) names none and spec\(\) is None: nothing can be tried"
+    ):
+        Nothing().test_anything_in_any_order()
 
 
 def test_a_fault_lasts_as_long_as_it_is_planted() -> None:

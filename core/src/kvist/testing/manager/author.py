@@ -50,6 +50,17 @@ class ManagerAuthor:
 
     # For the kit.
 
+    def streams(self) -> Mapping[str, tuple[Kind, ...]]:
+        """Mixes for tests that make specs of their own: the author's, or without any the kinds of streams in its spec."""
+        mixes, own = self.mixes(), self.spec()
+        if mixes:
+            return mixes
+        assert own is not None, f"{type(self).__name__}: mixes() names none and spec() is None: nothing can be tried"
+        kinds = {
+            Kind(stream.retention, stream.tokens_per_row): None for layer in own.layers for stream in layer.streams
+        }
+        return {"spec()": tuple(kinds)}
+
     def each(
         self,
         scenario: Callable[[Engine], None],

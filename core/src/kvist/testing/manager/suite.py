@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -45,4 +44,4 @@ class CacheManagerTests(ReuseTests, StandstillTests, StepTests, LifeTests, TierT
         return CacheMachine(setup, self.manager)
 
     def _choose(self, draw: Draw) -> Setup:
-        return partial(Setup.choose, mixes=self.mixes(), options=self.options)(draw)
+        return Setup.choose(draw, self.streams(), self.options)

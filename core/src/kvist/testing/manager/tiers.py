@@ -166,7 +166,7 @@ class TierTests(ManagerAuthor):
         """Mixes whose rows are of one token and of one model."""
         found = {
             name: tuple(kind.retention for kind in kinds)
-            for name, kinds in self.mixes().items()
+            for name, kinds in self.streams().items()
             if all(kind.tokens_per_row == 1 and not kind.draft and kind.retention.ring < P for kind in kinds)
         }
         if not found:
