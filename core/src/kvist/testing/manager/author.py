@@ -39,8 +39,9 @@ class ManagerAuthor:
     def mixes(self) -> Mapping[str, tuple[Kind, ...]]:
         """The kinds of streams that the manager serves together, by a name for messages: all of the kit's by default.
 
-        A manager for one family names its own. Windows of a few tokens are met within short sequences, so make them
-        small. What queries of a retention of your own read, say to :func:`kvist.testing.reads.reads`.
+        A manager for one family names its own, or none beside its :meth:`spec`. Windows of a few tokens are met within
+        short sequences, so make them small. What queries of a retention of your own read, say to
+        :func:`kvist.testing.reads.reads`.
         """
         return MIXES
 
@@ -51,7 +52,7 @@ class ManagerAuthor:
     # For the kit.
 
     def streams(self) -> Mapping[str, tuple[Kind, ...]]:
-        """Mixes for tests that make specs of their own: the author's, or without any the kinds of streams in its spec."""
+        """Mixes for tests that make specs of their own: the author's; without any, the kinds of streams in its spec."""
         mixes, own = self.mixes(), self.spec()
         if mixes:
             return mixes
