@@ -44,18 +44,21 @@ def comes_up(cache: Cache, *parts: int | range) -> int:
 
 @pytest.mark.parametrize("below", BELOW)
 def test_what_eviction_leaves_of_a_path_goes_down(below: str, tmp_path) -> None:
-    """Two prompts with the same first two blocks; what comes after those is evicted before anything is copied."""
-    cache = made(History(), below=below, tmp_path=tmp_path, device_pages=8)
+    """Two prompts with the same first two blocks, computed side by side; what comes after those is evicted before any
+    copy."""
+    cache = made(History(), below=below, tmp_path=tmp_path, device_pages=10)
+    other = cache.manager.open(tokens(range(1, 9), range(50, 58)))
     cache.cached(range(1, 17))
-    cache.cached(range(1, 9), range(50, 58))
-    taker = cache.manager.open(np.arange(100, 124), reuse=False)
+    cache.compute(other)
+    cache.manager.close(other)
+    taker = cache.manager.open(np.arange(100, 132), reuse=False)
     cache.compute(taker)
     cache.manager.close(taker)
     assert cache.manager.probe(tokens(range(1, 18))) == 8
     assert comes_up(cache, range(1, 18)) == 8
 
 
-def snapshots_in_the_middle(cache: Cache, end: int, *positions: int):
+def keeping(cache: Cache, end: int, *positions: int):
     """A sequence with the tokens 1 to ``end`` that will keep what resuming at these positions takes."""
     sequence = cache.manager.open(tokens(range(1, end + 1)), restore_at=positions)
     assert sequence.computed == 0
@@ -66,7 +69,7 @@ def snapshots_in_the_middle(cache: Cache, end: int, *positions: int):
 @pytest.mark.parametrize("below", BELOW)
 def test_a_page_that_is_added_during_a_copy_goes_down(below: str, retention: Retention, tmp_path) -> None:
     cache = made(History(), retention, below=below, tmp_path=tmp_path, device_pages=80)
-    other = snapshots_in_the_middle(cache, 16, 4)
+    other = keeping(cache, 16, 4)
     cache.cached(range(1, 17))
     cache.poll()
     (first,) = cache.copier.queued.values()
@@ -80,8 +83,8 @@ def test_a_page_that_is_added_during_a_copy_goes_down(below: str, retention: Ret
 
 @pytest.mark.parametrize("below", ["host", "disk"])
 def test_pages_that_are_added_between_batches_do_not_keep_the_rest_from_going_down(below: str, tmp_path) -> None:
-    cache = made(History(), State(), below=below, tmp_path=tmp_path, device_pages=40)
-    other = snapshots_in_the_middle(cache, 48, 4, 8, 12, 16)
+    cache = made(History(), Window(3), below=below, tmp_path=tmp_path, device_pages=40)
+    other = keeping(cache, 48, 4, 8, 12, 16)
     cache.cached(range(1, 49))
     cache.poll()
     (first,) = cache.copier.queued.values()
