@@ -485,22 +485,25 @@ def test_a_snapshot_without_room_below_is_left_out() -> None:
     cache.compute(sequence)
 
 
-@pytest.mark.parametrize("ran", [False, True])
-def test_pages_that_a_step_still_writes_are_no_place_for_a_load(ran: bool) -> None:
-    """A fork that is closed before it ran leaves a copy for the next step, and its page is free."""
-    cache = Cache(device_pages=10, host_pages=16)
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_that_a_step_still_writes_are_no_place_for_a_load(seed: int) -> None:
+    """Forks that are closed before they ran leave copies for the next step; only the page of the first is not free."""
+    cache = Cache(device_pages=12, host_pages=16)
+    cache.manager.shuffle_free_pages(np.random.default_rng(seed))
     cache.cached(range(1, 17))
     cache.flush()
     drop_device(cache)
     parent = cache.manager.open(tokens(range(50, 56)))
     cache.compute(parent)
-    child = cache.manager.fork(parent)
-    cache.manager.close(child)
+    for child in [cache.manager.fork(parent) for _ in range(4)]:
+        cache.manager.close(child)
     sequence = cache.manager.open(tokens(range(1, 18)))
+    # Nine pages are free, and three of them are written by the next step. The load takes four.
+    assert len(cache.manager.free_pages(0)) == 9
     assert cache.manager.load(sequence)
     (copy,) = cache.copier.queued.values()
     owed = cache.manager._pages_in_use()[0]
-    assert owed and not set(owed) & set(copy.target_pages[0].tolist())
+    assert len(set(owed)) == 5 and not set(owed) & set(copy.target_pages[0].tolist())
     cache.copier.run()
     cache.poll()
     parent.extend([99])

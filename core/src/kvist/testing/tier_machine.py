@@ -298,13 +298,23 @@ class TierMachine(CacheMachine):
             self.copier.run()
         raise AssertionError("copies never end")
 
+    def fork(self, draw: Draw) -> None:
+        """As without tiers. Some forks are given up at once: what they were to copy goes to pages that nobody has, and
+        nothing may come up to those before."""
+        before = len(self.lives)
+        super().fork(draw)
+        if len(self.lives) > before and draw(2):
+            self.close(draw, [self.lives[-1]])
+            self.load(draw)
+
     def damage(self, draw: Draw) -> None:
-        """Somebody flips bits on the disk, in one file or in all."""
+        """Somebody flips bits on the disk, in one file or in all; often in every value of it."""
         files = sorted(self._folder.rglob("*.block")) if self._folder is not None else []
-        if files and self.setup.troubled:
+        if self.disk is not None and files and self.setup.troubled:
+            header = self.disk._files.file_bytes(0)
             for path in [files[draw(len(files))]] if draw(2) else files:
                 content = bytearray(path.read_bytes())
-                for at in range(draw(len(content)), len(content), 8):
+                for at in range(draw(len(content)) if draw(3) else header, len(content), 8):
                     content[at] ^= 1 << draw(8)
                 path.write_bytes(bytes(content))
             self._troubles += 1
