@@ -46,10 +46,11 @@ class CacheMachine(Stepping):
     """Sequences come, fork, go to sleep, are cut short, and leave."""
 
     def prompt(self, draw: Draw) -> bytes:
-        """Mostly a branch of something seen before, so that hits of every depth occur; at times the same once more."""
+        """Mostly a branch of something seen before, so that hits of every depth occur; at times the same once more,
+        above all the last one."""
         text = self.past[draw(len(self.past))]
         if not draw(5):
-            return text[:MOST_PROMPT]
+            return (self.past[-1] if draw(2) else text)[:MOST_PROMPT]
         keep = draw(len(text) + 1)
         return (text[:keep] + bytes(draw(self.setup.vocab) for _ in range(1 + draw(8))))[:MOST_PROMPT]
 
