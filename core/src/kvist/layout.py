@@ -359,4 +359,4 @@ def _row_count(spec: CacheSpec, layer: Layer, stream: Stream) -> int:
 def _is_sparse(retention: Retention, block_tokens: int) -> bool:
     if retention.exact:
         return True
-    return not retention.ring and bool(retention.droppable(_FAR, 0, block_tokens))
+    return bool(retention.droppable(_FAR, 0, block_tokens))

@@ -55,8 +55,8 @@ class Retention(Protocol):
     @property
     def ring(self) -> int:
         """0: a page has the rows of a whole block. Otherwise the rows of the last so many tokens of its block that are
-        written, the row of position ``p`` in slot ``p % ring``. Every block's page is then kept while the sequence
-        lives, because it is small, and others resume where a block ends."""
+        written, the row of position ``p`` in slot ``p % ring``. Others then resume where a block ends, or a sequence
+        did: inside a block the ring holds later rows already."""
 
     @property
     def most_drafts(self) -> int | None:
