@@ -120,7 +120,7 @@ class ReferenceBackend(AttentionBackend):
         return self._select(self._layers[layer_id], self._rows[row], inputs)
 
     def _write_window(self, layer: LayerGeometry, kv: StreamRows, row: _Row, own: torch.Tensor) -> torch.Tensor:
-        """Store the step's rows. Returns all that its queries may read, from position ``max(0, begin - window + 1)``."""
+        """Store the step's rows. Returns all that its queries may read, the last of the window included."""
         table = row.tables[kv.group]
         cached = kv.read(table, max(0, row.begin - layer.window + 1), row.begin)
         kv.write(table, row.begin, own)

@@ -33,8 +33,8 @@ def index_scores(query: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor)
 def select(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """The ``topk`` rows with the highest scores among the first ``visible[q]``; among equals the first ones.
 
-    scores: ``[Q, M]``, of invisible rows anything. visible: int64 ``[Q]``. Returns int64 ``[Q, min(topk, M)]``, ascending,
-    then -1.
+    scores: ``[Q, M]``, of invisible rows anything. visible: int64 ``[Q]``.
+    Returns int64 ``[Q, min(topk, M)]``, ascending, then -1.
     """
     count = scores.shape[1]
     row = torch.arange(count, device=scores.device)
