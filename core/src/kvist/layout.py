@@ -201,8 +201,9 @@ class Layout:
 
     @cached_property
     def reuse_unit(self) -> int:
-        """Tokens between positions at which reuse can end: every stream has whole rows there."""
-        return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))
+        """Tokens between positions at which reuse can end: every stream has whole rows there, or can go on."""
+        streams = [part.stream for group in self.groups for part in group.parts]
+        return math.lcm(*(stream.tokens_per_row for stream in streams if not stream.continued))
 
     def page_capacity(self, group: Group) -> int:
         """Pages ``group`` could hold if it had the whole arena but the floors of others. Slab 0, which holds every

@@ -276,6 +276,8 @@ class Stream:
     retention: how long rows are needed.
     tokens_per_row: tokens one row stands for (1, or e.g. 4 and 128 for compressed rows).
     sharding: how tensor-parallel ranks split the row.
+    continued: may a sequence resume inside a row's tokens? So it is where another stream keeps what the row is made
+        from, and the backend makes it when its last token comes. Otherwise reuse ends where rows are whole.
     """
 
     name: str
@@ -283,6 +285,7 @@ class Stream:
     retention: Retention
     tokens_per_row: int = 1
     sharding: Sharding = Replicated()
+    continued: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.tokens_per_row < 1:

@@ -124,6 +124,13 @@ def test_a_ring_costs_its_rows_only_and_is_kept_where_others_resume() -> None:
     )
 
 
+def test_reuse_ends_inside_rows_that_can_be_continued() -> None:
+    row = RowFormat((4,), "float32")
+    streams = [Stream("a", row, History(), 4), Stream("b", row, History(), 16, continued=True)]
+    assert Layout.build(CacheSpec((Layer(0, streams),), 16, "test"), 1 << 20).reuse_unit == 4
+    assert Layout.build(CacheSpec((Layer(0, streams[1:]),), 16, "test"), 1 << 20).reuse_unit == 1
+
+
 def test_a_state_has_one_row_of_each_stream_per_page() -> None:
     streams = (
         Stream("conv", RowFormat((3, 16), "float32"), State()),

@@ -94,7 +94,7 @@ def test_bytes_of_the_released_models(config, growing, fixed, block_tokens):
     assert by_retention[window].content_bytes == 128 * (layers * 1024 + heavy * 4096)
     # Short tails cost their rows, not a block's.
     assert by_retention[Window(8, ring=8)].content_bytes == 8 * 10240 * (21 if config is FLASH else 30)
-    assert layout.reuse_unit == 128 and layout.padding_fraction < 0.03
+    assert layout.reuse_unit == 1 and layout.padding_fraction < 0.03
 
 
 def test_streams_of_every_kind_of_layer():
@@ -103,14 +103,14 @@ def test_streams_of_every_kind_of_layer():
     window = Stream("kv", row, Window(8, ring=12))
     heavy = (
         window,
-        Stream("compressed", row, History(), 16),
+        Stream("compressed", row, History(), 16, continued=True),
         Stream("state", RowFormat((2, 32), "float32"), Window(16)),
     )
     sparse = (
         window,
-        Stream("compressed", row, History(), 4),
+        Stream("compressed", row, History(), 4, continued=True),
         Stream("state", RowFormat((2, 64), "float32"), Window(8, ring=12)),
-        Stream("index_k", RowFormat((16,), "float32"), History(), 4),
+        Stream("index_k", RowFormat((16,), "float32"), History(), 4, continued=True),
         Stream("index_state", RowFormat((2, 32), "float32"), Window(8, ring=12)),
     )
     assert [layer.streams for layer in spec.layers] == [(window,), sparse, heavy, sparse, heavy]

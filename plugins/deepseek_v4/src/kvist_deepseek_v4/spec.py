@@ -99,7 +99,7 @@ def _streams(shape: ModelShape, kind: LayerKind, dtype: str, block_tokens: int, 
     def compressor(rows: str, state: str, size: int) -> tuple[Stream, Stream]:
         series = 2 if kind.overlap else 1
         return (
-            Stream(rows, RowFormat((size,), dtype), History(), kind.ratio),
+            Stream(rows, RowFormat((size,), dtype), History(), kind.ratio, continued=True),
             Stream(state, RowFormat((2, series * size), "float32"), window(series * kind.ratio)),
         )
 

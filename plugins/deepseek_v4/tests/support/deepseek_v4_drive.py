@@ -142,6 +142,33 @@ class Cache:
         """Another sequence of the same tokens."""
         return Request(self.manager.open(like.sequence.tokens[:count], reuse=not self.alone), like.states, like.wanted)
 
+    def fork(self, parent: Request, count: int, seed: int) -> Request:
+        """A second sequence that goes on as another from where ``parent`` is."""
+        sequence, here = self.manager.fork(parent.sequence), parent.sequence.computed
+        sequence.extend(tokens(count - here, seed))
+        return self.expect(sequence, count, seed, parent, here)
+
+    def extend(self, request: Request, count: int, seed: int, keep: int | None = None) -> Request:
+        """The sequence goes on up to ``count`` tokens; the first ``keep`` ones, all by default, are as they were."""
+        here = request.sequence.known if keep is None else keep
+        request.sequence.extend(tokens(count - request.sequence.known, seed))
+        return self.expect(request.sequence, count, seed, request, here)
+
+    def retentions(self) -> set[Any]:
+        return {group.retention for group in self.layout.groups}
+
+    def lose(self, request: Request, retention: Any, block: int) -> None:
+        """Take a cached page of one group out of the prefix tree, as eviction would."""
+        [group] = [group.index for group in self.layout.groups if group.retention == retention]
+        manager, block_tokens = self.manager, self.layout.block_tokens
+        for extent, matched in manager._tree.walk(request.sequence.scope, request.sequence.tokens):
+            first = extent.start // block_tokens
+            if first <= block < first + -(-matched // block_tokens):
+                page = extent.pages[group, block - first]
+                assert page != NO_PAGE
+                manager._ledger.unpublish(group, np.array([page], np.int32))
+                extent.pages[group, block - first] = NO_PAGE
+
     def step(self, work: Sequence[tuple[Any, ...]]) -> None:
         """One step of ``(request, tokens)`` or ``(request, tokens, drafts, accepted)``: all layers, compared with what
         transformers gives within 1e-5. Drafts that are not accepted are noise."""
