@@ -14,8 +14,8 @@ from kvist_mamba.reference.chunks import chunks
 
 #: Page 0 of every group is nobody's: rows that name it are padding, and kernels pass them over.
 PADDING = 0
-#: Tokens of a chunk.
-CHUNK_TOKENS = 32
+#: Tokens of a chunk: with twice as many, what a program holds does not fit into a GPU's registers.
+CHUNK_TOKENS = 16
 #: Tokens for each state to write from which on a row is computed in chunks.
 _CHUNKED_FROM = 16
 
