@@ -1,8 +1,10 @@
 """Recurrent and hybrid models: how exact their states are, what they take, and what a budget for states brings.
 
 `mamba.max_relative_error` is the worst of all model types and cases: layers in float32 over pages, against the layers
-of transformers over the whole sequence. `mamba.bytes_over_formula` is what a sequence's states take on the device
-beside the bytes of their elements, for the worst of three models and two sizes of blocks.
+of transformers over the whole sequence. `mamba.bfloat16_state_error` is how far states are from those in float32 when
+they are stored in bfloat16 after each of 400 tokens, for the worst kind of mixer. `mamba.bytes_over_formula` is what a
+sequence's states take on the device beside the bytes of their elements, for the worst of three models and two sizes of
+blocks.
 
 `mamba.tokens_per_80gib` counts how many sequences of 4,000 tokens fit into 80 GiB, times their tokens. Beside it stands
 what vLLM's layout would hold, by its rule: pages of attention are made as long as a layer's state is large, states are
@@ -35,6 +37,7 @@ from kvist.spec import CacheSpec, ceil_div
 
 FIGURES = (
     "mamba.max_relative_error",
+    "mamba.bfloat16_state_error",
     "mamba.bytes_over_formula",
     "mamba.tokens_per_80gib",
     "mamba.tokens_per_80gib_bamba",
@@ -109,7 +112,7 @@ def capacities() -> Iterator[Figure]:
         "| model | state of a sequence | keys and values of a token | tokens | sequences | vLLM's rule | ratio "
         "| vLLM's block |\n|---|--:|--:|--:|--:|--:|--:|--:|"
     )
-    ids = dict(zip(MODELS, FIGURES[2:5]))
+    ids = dict(zip(MODELS, FIGURES[3:6]))
     for name in MODELS:
         sizes = Sizes.of(_spec(name, 16))
         for length in _LENGTHS:
@@ -143,7 +146,7 @@ def overhead() -> Figure:
             ratio = page / (sizes.states * sizes.state)
             if ratio > worst:
                 worst, where = ratio, f"{name}, blocks of {block_tokens} tokens"
-    return Figure(figure=FIGURES[1], value=worst, unit="", at_most=1.02, note=f"worst: {where}")
+    return Figure(figure=FIGURES[2], value=worst, unit="", at_most=1.02, note=f"worst: {where}")
 
 
 def error(quick: bool) -> Figure:
@@ -180,6 +183,34 @@ def error(quick: bool) -> Figure:
     return Figure(figure=FIGURES[0], value=worst * 1e6, unit="millionths", at_most=10.0, note=f"worst: {where}")
 
 
+def rounding(quick: bool) -> Figure:
+    """States in bfloat16 beside the same in float32, and what becomes of the layers' outputs."""
+    sys.path.insert(0, str(_SUPPORT))
+    import torch
+    from mamba_drive import Drive
+
+    counts = (10, 60) if quick else (10, 100, 400)
+    worst, where = 0.0, ""
+    harness.progress("| model type | tokens | error of the state | error of the output |\n|---|--:|--:|--:|")
+    for model_type in ("mamba", "mamba2", "qwen3_next"):
+        text = np.random.default_rng(0).integers(2, 97, counts[-1]).astype(np.int32)
+        drives = [Drive(model_type, state_dtype=dtype, memory_bytes=8 << 20) for dtype in ("bfloat16", "float32")]
+        requests = [drive.open(text) for drive in drives]
+        for count in range(1, counts[-1] + 1):
+            for drive, request in zip(drives, requests):
+                drive.step([(request, 1, 0)])
+            if count not in counts:
+                continue
+            off = 0.0
+            for layer in drives[0].mixers:
+                rounded, exact = (drive.recurrent_state(request, layer) for drive, request in zip(drives, requests))
+                off = max(off, float(torch.linalg.norm(rounded - exact) / torch.linalg.norm(exact)))
+            harness.progress(f"| {model_type} | {count} | {off:.1e} | {drives[0].error(requests[0]):.1e} |")
+            if off > worst:
+                worst, where = off, f"{model_type} after {count} tokens"
+    return Figure(figure=FIGURES[1], value=100 * worst, unit="%", at_most=3.0, note=f"worst: {where}")
+
+
 def replayed(requests: Sequence[TraceRequest], share: float, every_blocks: int | None) -> ReplayResult:
     """The trace on a cache with a share of the attention's bytes beside it for states; ``inf`` for no limit."""
     spec = _spec("Nemotron-H-8B", _BLOCK_TOKENS)
@@ -198,7 +229,7 @@ def reuse(options: argparse.Namespace) -> Figure:
     requests = synthetic.trace_requests(options.traces, "agentic_trace.jsonl")
     if requests is None:
         why = "no agentic_trace.jsonl: give its folder with --traces"
-        return Figure(figure=FIGURES[5], value=None, unit="% of prompt tokens", note=why)
+        return Figure(figure=FIGURES[6], value=None, unit="% of prompt tokens", note=why)
     if options.quick:
         requests = requests[:150]
     harness.progress(
@@ -216,11 +247,11 @@ def reuse(options: argparse.Namespace) -> Figure:
             harness.progress(f"| {limit} | {points} | {100 * result.hit_rate:.1f} % | {kept} |")
             if share == 0.1 and every is None:
                 value = 100 * result.hit_rate
-    return Figure(figure=FIGURES[5], value=value, unit="% of prompt tokens", note="states at ends and branches")
+    return Figure(figure=FIGURES[6], value=value, unit="% of prompt tokens", note="states at ends and branches")
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    return [error(options.quick), overhead(), *capacities(), reuse(options)]
+    return [error(options.quick), rounding(options.quick), overhead(), *capacities(), reuse(options)]
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ def install(folder: Path) -> None:
         package.mkdir()
         (info / "METADATA").write_text(METADATA.format(number=number))
         (info / "entry_points.txt").write_text(f"[kvist]\nfamily-{number} = kvist_family_{number}.plugin\n")
+        files = [f"{info.name}/{name}" for name in ("METADATA", "entry_points.txt", "RECORD")]
+        files += [f"{package.name}/{name}" for name in ("__init__.py", "plugin.py")]
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
         (package / "__init__.py").write_text("")
         (package / "plugin.py").write_text(MODULE.format(number=number))
 

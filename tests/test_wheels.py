@@ -24,7 +24,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
+FOLDERS = [
+    ROOT / "core",
+    *(path.parent for kind in ("plugins", "examples") for path in sorted(ROOT.glob(f"{kind}/*/pyproject.toml"))),
+]
 PROJECTS = {folder: tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
 OURS = {canonicalize_name(project["name"]): folder for folder, project in PROJECTS.items()}
 

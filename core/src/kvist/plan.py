@@ -111,6 +111,8 @@ def ordered_runs(
             raise StateError("plan() of a suspended sequence", hint="resume() it first")
         if sequence.below is not None and sequence.below.loading:
             raise StateError("plan() of a sequence that is loading", hint="poll() until it is not")
+        if sequence.arriving:
+            raise StateError("plan() of a sequence that is arriving", hint="wait for its transfer, then call landed()")
         sequence.settle()
         if known.get(sequence.slot) is not sequence:
             raise StateError("plan() of another manager's sequence", hint="plan it with the manager that opened it")

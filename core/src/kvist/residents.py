@@ -36,9 +36,9 @@ class Residents(Books):
     ) -> None:
         super().__init__(layout, restore, backoff_tokens, eviction)
         if tiers is not None:
-            owner = Owner(self._take_room, self._pages_in_use, self._take_again, self._limits)
+            owner = Owner(self._new_pages, self._pages_in_use, self._take_again, self._limits)
             self._lower = LowerTiers(owner, tiers, layout, self._tree, self._ledger, backoff_tokens)
-            self._defragmenter.copying = self._lower.device
+            self._defragmenter.copying.append(self._lower.device)
 
     def open(
         self,
@@ -79,6 +79,11 @@ class Residents(Books):
         if sequence.closed:
             return
         self._require_own(sequence, "close()")
+        if sequence.arriving:
+            raise StateError(
+                "close() of a sequence whose rows are on their way from another process",
+                hint="give_up() its landing; the pages stay until nobody writes to them any more",
+            )
         batch = sequence.batch
         if batch is not None and not sequence.has_left:
             batch.leave(sequence)
@@ -88,19 +93,9 @@ class Residents(Books):
                 self._closing.append(sequence)
                 self._epoch += 1
             return
-        self._epoch += 1
         self._tally.catch_up((sequence,))
         self._publish_all(sequence)
-        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
-            cached = self._ledger.arena.taken_count[0] * self._block
-            self._keeper.ended(
-                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
-            )
-        self._leave_tiers(sequence)
-        self._claims.vacate(sequence)
-        self._tables.release(sequence.slot)
-        del self._sequences[sequence.slot]
-        sequence.closed = True
+        self._end(sequence)
 
     def suspend(self, sequence: Sequence) -> None:
         self._require_idle(sequence, "suspend()")
@@ -203,6 +198,20 @@ class Residents(Books):
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take everything from a sequence that has published what it has, and close it."""
+        self._epoch += 1
+        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
+            cached = self._ledger.arena.taken_count[0] * self._block
+            self._keeper.ended(
+                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
+            )
+        self._leave_tiers(sequence)
+        self._claims.vacate(sequence)
+        self._tables.release(sequence.slot)
+        del self._sequences[sequence.slot]
+        sequence.closed = True
 
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""

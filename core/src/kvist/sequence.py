@@ -125,6 +125,10 @@ class Sequence:
     #: Positions where a prefill chunk must end for a snapshot of the states, ascending.
     chunk_ends: SequenceOf[int] = ()
     closed = False
+    #: Are its rows on their way from another process? Then nothing can be done with it.
+    arriving = False
+    #: Tokens of its prompt that came from there.
+    received = 0
 
     # For the manager.
     #: Restore points not published yet, ascending.

@@ -434,6 +434,30 @@ def test_fault_g_a_package_that_one_can_install_is_asked_for_on_selection(site):
     )
 
 
+# Shadowing
+
+
+@pytest.mark.parametrize("layout", ["good_plugin.py", "good_plugin/__init__.py"])
+def test_a_module_that_hides_the_installed_one_is_told(site, layout):
+    """A folder that happens to come first must not decide what runs under the plugin's name and version."""
+    site.add("good")
+    own = site.path("site") / "good_plugin.py"
+    (info,) = site.path("site").glob("kvist_good-*.dist-info")
+    (info / "RECORD").write_text("kvist_good-1.0.dist-info/METADATA,,\ngood_plugin.py,sha256=x,10\n")
+    assert "good" in registry_of(site).cache_managers
+    del sys.modules["good_plugin"]
+    other = site.path("work") / layout
+    other.parent.mkdir(exist_ok=True)
+    other.write_text(own.read_text())
+    reason = f"the module 'good_plugin' is hidden by {other}; the distribution's own is {own}"
+    (record,) = [each for each in inspect_sources(plan(site.environ())).records if each.name == "good"]
+    assert (record.status, record.reason) == ("broken", reason)
+    assert refused(registry_of, site, KVIST_PLUGINS="good") == (
+        f"plugin 'good' of kvist-good 1.0 is broken (entry point 'good' = 'good_plugin'): {reason}\n"
+        "hint: mend or uninstall kvist-good, or add 'good' to KVIST_DISABLE_PLUGINS"
+    )
+
+
 # Telling everything, reading once
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import importlib_metadata
 import pytest
+from uninstalled import environ_with
 
 import kvist
 from kvist.errors import PluginError
@@ -17,6 +17,7 @@ from kvist.plugins import plan
 from kvist.template import create, plugin_files
 from kvist.template.command import command
 from kvist.testing.packaging import PluginTests
+from kvist.testing.spec import CacheSpecTests
 
 ROOT = Path(__file__).parents[3]
 CORE_VERSION = importlib_metadata.version("kvist")
@@ -37,18 +38,6 @@ def test_the_template_of_the_repository_is_what_a_new_plugin_gets():
     assert {path: (folder / path).read_text() for path in made} == made
 
 
-def installed(folder: Path, target: Path) -> Path:
-    """The plugin in ``folder`` as a distribution that lies in ``target``, made from its pyproject.toml alone."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    info = target / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir(parents=True)
-    requirements = "".join(f"Requires-Dist: {each}\n" for each in project["dependencies"])
-    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n{requirements}")
-    points = "".join(f"{name} = {value}\n" for name, value in project["entry-points"]["kvist"].items())
-    (info / "entry_points.txt").write_text(f"[kvist]\n{points}")
-    return target
-
-
 def test_a_new_plugin_passes_its_own_tests(tmp_path):
     made = create("two-words", tmp_path / "made")
     assert [path.relative_to(tmp_path / "made").as_posix() for path in made] == [
@@ -56,12 +45,7 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path):
         "src/kvist_two_words/__init__.py",
         "tests/test_conformance.py",
     ]
-    paths = [
-        installed(tmp_path / "made", tmp_path / "site"),
-        tmp_path / "made" / "src",
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environ = environ_with(tmp_path / "made", tmp_path / "site")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "tests"],
         env=environ,
@@ -70,7 +54,8 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path):
         text=True,
     )
     assert ran.returncode == 0, ran.stdout
-    assert f"{len([name for name in dir(PluginTests) if name.startswith('test_')])} passed" in ran.stdout
+    tests = [name for suite in (PluginTests, CacheSpecTests) for name in dir(suite) if name.startswith("test_")]
+    assert f"{len(tests)} passed" in ran.stdout
 
 
 def test_a_new_plugin_has_the_spec_that_it_describes(tmp_path):

@@ -155,7 +155,7 @@ def test_snapshots_do_not_change_while_their_sequence_goes_on(model_type):
 
 def test_states_are_few_beside_the_blocks_of_a_conversation():
     """Twenty turns of 40 tokens in blocks of 8: a hundred blocks, and two states for each turn at most."""
-    drive = Drive("bamba", memory_bytes=16 << 20)
+    drive = Drive("bamba", memory_bytes=4 << 20)
     parts = []
     for turn in range(20):
         parts.append((turn, 40))

@@ -19,8 +19,8 @@ import pluggy
 from kvist import hookspecs
 from kvist.errors import PluginError
 from kvist.hookspecs import GROUP, SPEC_VERSION
-from kvist.plugins.discovery import CORE, DENY_VARIABLE, PluginPlan, PluginRecord, suggest
-from kvist.plugins.source import SPEC_CONSTANT, find, version_fault
+from kvist.plugins.discovery import CORE, DENY_VARIABLE, PluginPlan, PluginRecord, about, suggest
+from kvist.plugins.source import SPEC_CONSTANT, find, misplaced, version_fault
 from kvist.records import AttentionBackendInfo, CacheManagerInfo, TransceiverInfo, targets
 
 Info = TypeVar("Info", CacheManagerInfo, AttentionBackendInfo, TransceiverInfo)
@@ -122,7 +122,7 @@ def _verify(plan: PluginPlan, process: str) -> None:
             wanted[record.distribution] = (f"{record.origin} for plugin {record.name!r}", record.version)
     for distribution, (what, version) in wanted.items():
         try:
-            have = importlib_metadata.version(distribution)
+            have = about(importlib_metadata.distribution(distribution))[1]
         except importlib_metadata.PackageNotFoundError:
             message = f"{process}: the plan has {what}, which is not installed here"
             raise PluginError(message, hint=_SAME_ENVIRONMENT) from None
@@ -159,7 +159,10 @@ def _hint(record: PluginRecord, plan: PluginPlan) -> str:
 
 
 def _load_one(record: PluginRecord) -> LoadedPlugin:
-    plugin = importlib_metadata.EntryPoint(record.name, record.value, GROUP).load()
+    point = importlib_metadata.EntryPoint(record.name, record.value, GROUP)
+    plugin = point.load()
+    if fault := misplaced(record, getattr(sys.modules[point.module], "__file__", None)):
+        raise _CheckError(fault)
     if inspect.isclass(plugin):
         raise _CheckError("the entry point names a class; name a module or an instance")
     spec = _declared_spec(plugin)

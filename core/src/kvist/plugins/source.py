@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import TypeGuard
 
 import attrs
+import importlib_metadata
 
 from kvist.hookspecs import SPEC_VERSION
 from kvist.plugins.discovery import PluginPlan, PluginRecord, SpecVersion
@@ -50,12 +52,36 @@ def _inspect(record: PluginRecord) -> PluginRecord:
         return attrs.evolve(record, status="broken", reason=f"{type(error).__name__}: {error}")
     if found is None:
         return attrs.evolve(record, status="broken", reason=f"no module {module!r} can be found")
+    if fault := misplaced(record, found.origin):
+        return attrs.evolve(record, status="broken", reason=fault)
     declared = _declared(found)
     if declared is None:
         return record
     if fault := version_fault(declared):
         return attrs.evolve(record, status="broken", reason=fault)
     return attrs.evolve(record, spec=declared)
+
+
+def misplaced(record: PluginRecord, origin: str | None) -> str:
+    """Why the plugin's module, which lies at ``origin``, is somebody else's; empty if it is the distribution's own.
+
+    A folder that comes earlier on the path hides what was installed. An editable install lists none of its modules,
+    so nothing can be said about it.
+    """
+    module = record.value.partition(":")[0].strip()
+    try:
+        distribution = importlib_metadata.distribution(record.distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return ""
+    lines = f"\n{distribution.read_text('RECORD') or ''}"
+    stem = module.replace(".", "/")
+    path = next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if f"\n{path}," in lines), None)
+    if path is None or origin is None:
+        return ""
+    own = str(distribution.locate_file(path))
+    if own == origin or os.path.realpath(own) == os.path.realpath(origin):
+        return ""
+    return f"the module {module!r} is hidden by {origin}; the distribution's own is {own}"
 
 
 def find(module: str) -> ModuleSpec | None:

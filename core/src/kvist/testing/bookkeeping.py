@@ -8,12 +8,13 @@ import numpy as np
 
 from kvist.errors import KvistError
 from kvist.events import Entry, Listener, apply
-from kvist.manager import DecodeBatch, Plan, Run, Sequence
+from kvist.manager import DecodeBatch, PagedCacheManager, Plan, Run, Sequence
 from kvist.spec import Scope
 from kvist.stats import ManagerStats
 from kvist.testing.memory import Flight, Live, Memory, fold_on
 from kvist.testing.mixes import Draw, Setup
 from kvist.testing.model import ReuseModel
+from kvist.testing.under_test import ManagerFactory
 
 #: Open sequences, steps in flight, tokens of a prompt and of a sequence, at most.
 MOST_LIVE, MOST_FLIGHTS, MOST_PROMPT, MOST_TOKENS = 6, 3, 40, 56
@@ -33,9 +34,9 @@ def refused(error: type[KvistError], call: Callable[[], object], text: str = "")
 class CacheBase:
     """Bookkeeping and comparisons; the operations are in subclasses."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, factory: ManagerFactory = PagedCacheManager) -> None:
         self.setup = setup
-        self.manager = setup.manager()
+        self.manager = setup.manager(factory)
         self.layout = layout = self.manager.layout
         self.block = setup.block
         self.sparse = any(group.sparse for group in layout.groups)

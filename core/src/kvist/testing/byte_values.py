@@ -10,7 +10,8 @@ import numpy as np
 from kvist.layout import Group, Part
 from kvist.spec import Window
 from kvist.step import IntArray
-from kvist.testing.values import Array, Values
+from kvist.testing.reads import reads
+from kvist.testing.values import Array, Values, state_rows
 
 _JUNK_BYTE = 0xEE
 
@@ -44,20 +45,48 @@ class ByteValues(Values):
                     self._row(group, part, table, row)[:] = _bytes_of(part, values[last])
 
     def _read(self, group: Group, table: IntArray, query: int, truth: Array) -> None:
-        retention = group.retention
+        spans = reads(group.retention, query)
         for part in group.parts:
             ratio = part.stream.tokens_per_row
-            for row in range((query + 1) // ratio):
-                first, last = row * ratio, row * ratio + ratio - 1
-                if isinstance(retention, Window) and first <= query - retention.tokens and first >= retention.sinks:
-                    continue
+            # A row is read when any of its tokens is.
+            touched = {position // ratio for low, high in spans for position in range(low, high)}
+            for row in sorted(row for row in touched if row < (query + 1) // ratio):
+                last = row * ratio + ratio - 1
                 found = self._row(group, part, table, row)
                 assert np.array_equal(found, _bytes_of(part, truth[last])), (
                     f"{group.name}: layer {part.layer_id} {part.stream.name}: position {query} reads a wrong row {row}"
                 )
 
+    def _turn_ring(self, group: Group, table: IntArray, start: int, truth: Array, written: Array) -> None:
+        window, block = group.retention, self.layout.block_tokens
+        assert isinstance(window, Window)
+        for part in group.parts:
+            assert part.stream.tokens_per_row == 1, f"{group.name}: a ring has rows of single tokens"
+            size = part.stream.row.row_bytes
+
+            def row_of(position: int, part: Part = part, size: int = size) -> Array:
+                page = table[position // block]
+                assert page > 0, f"{group.name}: position {position} has no page"
+                begin = part.offset + position % window.ring * size
+                row: Array = self.pages[group.index][page, begin : begin + size]
+                return row
+
+            for position in range(max(0, start - window.tokens + 1), start):
+                assert np.array_equal(row_of(position), _bytes_of(part, truth[position])), (
+                    f"{group.name}: the ring of layer {part.layer_id} {part.stream.name} has lost position {position}"
+                )
+            for position in range(start, len(written)):
+                row_of(position)[:] = _bytes_of(part, written[position])
+
     def _advance(self, group: Group, table: IntArray, start: int, before: int, values: Array, drafts: int) -> None:
         pages = self.pages[group.index]
+        if not group.retention.draft_pages:
+            for part in group.parts:
+                numbers = state_rows(group.retention)
+                page = pages[table[0], part.offset : part.offset + 8 * numbers].view(np.int64)
+                own = np.array([_mixed(part, value) for value in values], np.int64)
+                self._replay(group, page, start, _mixed(part, before) if start else 0, own, drafts)
+            return
         for part in group.parts:
             found = pages[table[0]][part.offset : part.offset + part.byte_count]
             expected = _bytes_of(part, before) if start else np.zeros(part.byte_count, np.uint8)
@@ -78,8 +107,14 @@ class ByteValues(Values):
 
 def _bytes_of(part: Part, value: int) -> Array:
     """The row of one layer's stream that stands for ``value``; junk stays junk."""
+    size = part.stream.row.row_bytes
+    pattern = _mixed(part, value).to_bytes(8, "little", signed=True) * (size // 8 + 1)
+    return np.frombuffer(pattern, np.uint8, size)
+
+
+def _mixed(part: Part, value: int) -> int:
+    """Another number for each layer and stream, but for junk."""
     mixed = int(value)
-    if mixed >= 0:
-        mixed = (mixed * 1009 + 31 * part.layer_id + crc32(part.stream.name.encode())) & 0x7FFFFFFFFFFFFFFF
-    pattern = np.frombuffer(np.array([mixed], "<i8").tobytes(), np.uint8)
-    return np.resize(pattern, part.stream.row.row_bytes)
+    if mixed < 0:
+        return mixed
+    return (mixed * 1009 + 31 * part.layer_id + crc32(part.stream.name.encode())) & 0x7FFFFFFFFFFFFFFF

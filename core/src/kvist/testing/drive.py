@@ -14,9 +14,10 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 from kvist.testing.machine import OPERATIONS, CacheMachine
-from kvist.testing.mixes import Setup
+from kvist.testing.mixes import Draw, Setup
 
 #: Operations of one manager, and every how many of them its books are audited.
 LENGTH, AUDIT = 250, 5
@@ -26,15 +27,26 @@ class ViolationError(AssertionError):
     """What went wrong, and how to see it again."""
 
 
-def drive(seed: int, *, length: int = LENGTH, audit: int = AUDIT, machine: type[CacheMachine] = CacheMachine) -> int:
-    """One manager from its beginning to its end. Returns the operations. Raises ViolationError."""
+def drive(
+    seed: int,
+    *,
+    length: int = LENGTH,
+    audit: int = AUDIT,
+    machine: Callable[[Setup], CacheMachine] = CacheMachine,
+    operations: Mapping[str, int] = OPERATIONS,
+    choose: Callable[[Draw], Setup] = Setup.choose,
+) -> int:
+    """One manager from its beginning to its end. Returns the operations. Raises ViolationError.
+
+    operations: names of methods of the machine, with weights. choose: what it is tried on.
+    """
     rng = random.Random(seed)
 
     def draw(below: int) -> int:
         return int(rng.random() * below)
 
-    setup = Setup.choose(draw)
-    names, weights = list(OPERATIONS), list(OPERATIONS.values())
+    setup = choose(draw)
+    names, weights = list(operations), list(operations.values())
     done = "nothing"
     try:
         engine = machine(setup)

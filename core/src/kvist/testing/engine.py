@@ -8,10 +8,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvist.manager import PagedCacheManager, Plan, Run
+from kvist.manager import Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import History, Retention, Scope, State, Window
-from kvist.step import Step
+from kvist.step import IntArray, Step
+from kvist.testing.under_test import ManagerUnderTest
 from kvist.testing.values import Values, tokens
 
 #: Every kind of group, and the combinations in which one can hide the fault of another.
@@ -40,12 +41,17 @@ class Engine:
     """Drives a manager like an engine would. ``texts`` has the tokens each sequence will turn out to have; past the
     known ones the model "generates" ``100_000 + position``."""
 
-    def __init__(self, manager: PagedCacheManager, seed: int = 0, values: type[Values] = Values) -> None:
+    def __init__(self, manager: ManagerUnderTest, seed: int = 0, values: type[Values] = Values) -> None:
         self.manager = manager
         self.values = values(manager)
+        self.block = manager.layout.block_tokens
         self.texts: dict[int, np.ndarray] = {}
         self._audits = 0
         manager.shuffle_free_pages(np.random.default_rng(seed))
+
+    def free_pages(self, group: int) -> IntArray:
+        """Ids of the pages of a group that nobody holds or can find."""
+        return self.manager.free_pages(group)
 
     def probe(self, *parts: int | range, scope: Scope = Scope()) -> int:  # noqa: B008
         return self.manager.probe(tokens(*parts), scope)
@@ -54,7 +60,10 @@ class Engine:
         prompt = tokens(*parts)
         expected = self.manager.probe(prompt, scope) if options.get("reuse", True) else 0
         sequence = self.manager.open(prompt, scope, **options)
-        assert sequence.reused == sequence.computed == expected < len(prompt)
+        assert sequence.reused == sequence.computed == expected < len(prompt), (
+            f"probe() promises {expected} of {len(prompt)} tokens, open() reuses {sequence.reused}, and "
+            f"{sequence.computed} count as computed"
+        )
         self.texts[id(sequence)] = prompt
         self.audit()
         return sequence
@@ -134,18 +143,22 @@ class Engine:
 
     def suspend(self, sequence: Sequence) -> None:
         self.manager.suspend(sequence)
-        assert sequence.suspended and sequence.computed == 0
+        assert sequence.suspended and sequence.computed == 0, "suspended, and tokens count as computed"
         self.audit()
 
     def resume(self, sequence: Sequence) -> int:
         computed = self.manager.resume(sequence)
-        assert computed == sequence.computed and not sequence.suspended
+        assert computed == sequence.computed and not sequence.suspended, (
+            f"resume() returns {computed}, and {sequence.computed} tokens are computed"
+        )
         self.audit()
         return computed
 
     def truncate(self, sequence: Sequence, length: int) -> int:
         computed = self.manager.truncate(sequence, length)
-        assert computed == sequence.computed <= length == sequence.known
+        assert computed == sequence.computed <= length == sequence.known, (
+            f"truncate() to {length} returns {computed}; {sequence.computed} are computed, {sequence.known} known"
+        )
         self.texts[id(sequence)] = self.texts[id(sequence)][:length]
         self.audit()
         return computed
@@ -170,19 +183,22 @@ class Engine:
             free = [self.manager.free_pages(group.index) for group in self.manager.layout.groups]
             # Slabs that no group owns are free pages of every group; equal pages make their ids comparable.
             unused = len(np.unique(np.concatenate(free)))
-            assert unused + sum(group.cached + group.held for group in groups) == groups[0].capacity
+            used = sum(group.cached + group.held for group in groups)
+            assert unused + used == groups[0].capacity, (
+                f"{unused} pages are free and {used} cached or held, of {groups[0].capacity}"
+            )
 
     def drained(self) -> None:
         """Nothing is held any more, and clearing the cache frees every page."""
         assert self.manager.stats().open_sequences == 0
-        assert all(group.held == 0 for group in self.manager.stats().groups)
+        assert all(group.held == 0 for group in self.manager.stats().groups), "pages are held by nobody"
         self._add_up()
         self.manager.clear()
         self.audit()
         self._add_up()
         stats = self.manager.stats()
         assert stats.extents == 0
-        assert all(group.cached == group.held == 0 for group in stats.groups)
+        assert all(group.cached == group.held == 0 for group in stats.groups), "pages are in use after clear()"
 
     def used(self) -> list[tuple[int, int]]:
         """Cached and held pages of each group."""

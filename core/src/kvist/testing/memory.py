@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import attrs
 import numpy as np
 
 from kvist.layout import KEPT_ROLLBACK, Group
-from kvist.manager import PagedCacheManager
 from kvist.plan import Plan
 from kvist.sequence import Sequence
-from kvist.spec import Retention, Window
+from kvist.spec import Spans
 from kvist.step import NO_PAGE, IntArray, Step
+from kvist.testing.reads import reads
 from kvist.testing.values import JUNK, Array, Values
 
 
@@ -81,11 +79,6 @@ class Memory(Values):
     was free at the commit.
     """
 
-    def __init__(self, manager: PagedCacheManager) -> None:
-        super().__init__(manager)
-        # One row per group for states, one position per token for everything else.
-        self._spans = [_first_reads(group.retention) for group in self.layout.groups]
-
     def free(self) -> list[IntArray]:
         return [self.manager.free_pages(group.index) for group in self.layout.groups]
 
@@ -96,11 +89,10 @@ class Memory(Values):
         for slot, end, count, draft in zip(
             step.slots.tolist(), step.lengths.tolist(), step.query_lengths.tolist(), drafts
         ):
-            for group, first_read in zip(self.layout.groups, self._spans):
-                spans = [(0, 1 + (count if draft else 0))]
+            for group in self.layout.groups:
+                spans: Spans = ((0, 1 + (count if draft else 0)),)
                 if not group.exact:
-                    sinks, low = first_read(end - count)
-                    spans = [(low // block, -(-end // block)), (0, -(-min(sinks, end) // block))]
+                    spans = tuple((low // block, -(-high // block)) for low, high in read_by(group, end - count, end))
                 for first, last in spans:
                     pages = step.tables[group.index][slot, first:last].copy()
                     flight.tables.append((group.index, slot, first, pages))
@@ -151,7 +143,7 @@ class Memory(Values):
             truth = live.values[:end]
             written = truth[start:].copy()
             written[kept:] = JUNK - 1
-            for group, first_read in zip(self.layout.groups, self._spans):
+            for group in self.layout.groups:
                 table = step.tables[group.index][step.slots[row]]
                 if group.retention.ring:
                     self._turn_ring(group, table, start, truth, np.concatenate([truth[:start], written]))
@@ -162,10 +154,8 @@ class Memory(Values):
                     continue
                 self._write_rows(group, table, start, written)
                 if kept:
-                    sinks, low = first_read(start)
-                    self._check(group, table, low, start + kept, truth)
-                    if sinks and low:
-                        self._check(group, table, 0, min(sinks, start + kept), truth)
+                    for low, high in read_by(group, start, start + kept):
+                        self._check(group, table, low, high, truth)
         self._copy(step.saves)
         flight.executed = True
 
@@ -185,13 +175,10 @@ class Memory(Values):
         assert np.array_equal(found, truth[low:high]), f"{group.name}: wrong rows at positions {low}..{high - 1}"
 
 
-def _first_reads(retention: Retention) -> Callable[[int], tuple[int, int]]:
-    """A function: query -> leading tokens that are always read, and the first position read besides."""
-    if isinstance(retention, Window):
-        return lambda query: (retention.sinks, max(0, query - retention.tokens + 1))
-    if hasattr(retention, "first_read"):
-        return lambda query: (0, retention.first_read(query))
-    return lambda _: (0, 0)
+def read_by(group: Group, start: int, end: int) -> Spans:
+    """Positions that some query at ``start .. end - 1`` reads."""
+    *others, (low, _) = reads(group.retention, start)
+    return (*others, (low, end))
 
 
 def fold_on(values: Array, scope: int, tokens: bytes) -> Array:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 
 from kvist.errors import CapacityError
 from kvist.layout import Layout
-from kvist.manager import PagedCacheManager
 from kvist.policies import LeastRecentlyUsed, ReuseRate
 from kvist.restore import RestorePolicy
-from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, State, Stream, Window
+from kvist.spec import CacheSpec, History, Layer, Retention, RowFormat, Spans, State, Stream, Window
+from kvist.testing.reads import reads
+from kvist.testing.under_test import ManagerFactory, ManagerUnderTest
 
 #: Gives an integer from 0 to one below its argument: a random generator, or Hypothesis.
 Draw = Callable[[int], int]
@@ -43,6 +46,7 @@ class Chunk:
         return False
 
     def first_read(self, query: int) -> int:
+        """The first position that the query reads."""
         return query - query % self.tokens
 
     def live(self, length: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -55,6 +59,11 @@ class Chunk:
     def droppable(self, length: int, rollback: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
         end = self.first_read(max(0, length - rollback)) // block_tokens
         return ((0, end),) if end else ()
+
+
+@reads.register(Chunk)
+def _reads_chunk(retention: Chunk, query: int) -> Spans:
+    return ((retention.first_read(query), query + 1),)
 
 
 @attrs.frozen
@@ -104,11 +113,45 @@ MIXES: dict[str, tuple[Kind, ...]] = {
 }
 
 
+#: What a manager's factory takes beside the layout, by name.
+OPTIONS = frozenset({"restore", "backoff_tokens", "eviction", "tiers"})
+
+
+def spec_of(
+    kinds: Iterable[Kind], block: int, *, unequal: bool = True, **options: Any
+) -> tuple[CacheSpec, list[CacheSpec]]:
+    """The spec of the target and those of drafts, with one layer for each kind.
+
+    unequal: pages of different sizes, as far as the kinds' widths differ.
+    """
+    target: list[Layer] = []
+    drafts: list[Layer] = []
+    for number, kind in enumerate(kinds):
+        width = 16 * (kind.width if unequal else 1) * kind.tokens_per_row
+        if kind.retention.exact and not unequal:
+            width *= block  # A page of one row, as large as the others' pages.
+        stream = Stream("kv", RowFormat((width,), "float32"), kind.retention, kind.tokens_per_row)
+        (drafts if kind.draft else target).append(Layer(number, (stream,)))
+    others = [CacheSpec(tuple(drafts), block, "machine", domain="draft")] if drafts else []
+    return CacheSpec(tuple(target), block, "machine", **options), others
+
+
+def layout_of(spec: CacheSpec, drafts: Sequence[CacheSpec], memory: int) -> Layout:
+    """A layout with ``memory`` bytes, or with a little more where nothing would fit into that."""
+    step = max(group.page_bytes for group in Layout.build(spec, 1 << 30, drafts=drafts).groups)
+    while True:
+        try:
+            return Layout.build(spec, memory, drafts=drafts)
+        except CapacityError:
+            memory += step
+
+
 @attrs.frozen
 class Setup:
     """Everything a run starts from; prints what is needed to start it again."""
 
     mix: str
+    kinds: tuple[Kind, ...] = attrs.field(repr=False)
     block: int
     pages: int
     unequal: bool
@@ -122,52 +165,56 @@ class Setup:
     noise: int
 
     @classmethod
-    def choose(cls, draw: Draw) -> Setup:
-        mix = list(MIXES)[draw(len(MIXES))]
-        block = 4 if mix in ("compressed", "ring") else 1 + draw(4)
-        kinds = len(MIXES[mix])
-        pages = (2, 4, 8, 30)[draw(4)] * kinds * 4 // block + draw(6)
+    def choose(
+        cls, draw: Draw, mixes: Mapping[str, tuple[Kind, ...]] = MIXES, options: Collection[str] = OPTIONS
+    ) -> Setup:
+        """options: those that the manager's factory takes, of :data:`OPTIONS`."""
+        mix = list(mixes)[draw(len(mixes))]
+        kinds = mixes[mix]
+        block = block_of(kinds) or 1 + draw(4)
+        pages = (2, 4, 8, 30)[draw(4)] * len(kinds) * 4 // block + draw(6)
         return cls(
             mix,
+            kinds,
             block,
             pages,
             unequal=draw(3) > 0,
-            every_blocks=(None, None, 1, 2)[draw(4)],
-            backoff=(0, 0, 0, 2)[draw(4)],
+            every_blocks=(None, None, 1, 2)[draw(4)] if "restore" in options else None,
+            backoff=(0, 0, 0, 2)[draw(4)] if "backoff_tokens" in options else 0,
             vocab=2 + draw(3),
             max_tokens=(None, None, 40)[draw(3)],
-            policy=("", "", "used", "rate")[draw(4)],
+            policy=("", "", "used", "rate")[draw(4)] if "eviction" in options else "",
             listened=not draw(4),
             floor=(0, 0, 0, 3)[draw(4)],
             noise=draw(1 << 16),
         )
 
-    def manager(self) -> PagedCacheManager:
-        target: list[Layer] = []
-        drafts: list[Layer] = []
-        for number, kind in enumerate(MIXES[self.mix]):
-            width = 16 * (kind.width if self.unequal else 1) * kind.tokens_per_row
-            if kind.retention.exact and not self.unequal:
-                width *= self.block  # A page of one row, as large as the others' pages.
-            stream = Stream("kv", RowFormat((width,), "float32"), kind.retention, kind.tokens_per_row)
-            (drafts if kind.draft else target).append(Layer(number, (stream,)))
-        options = {"max_tokens": self.max_tokens, "vocab_size": self.vocab}
-        spec = CacheSpec(tuple(target), self.block, "machine", **options)  # type: ignore[arg-type]
-        others = [CacheSpec(tuple(drafts), self.block, "machine", domain="draft")] if drafts else []
-        largest = max(group.page_bytes for group in Layout.build(spec, 1 << 20, drafts=others).groups)
-        memory = (self.pages + 1) * (64 * self.block if self.unequal else largest)
-        while True:
-            try:
-                layout = Layout.build(spec, memory, drafts=others)
-                break
-            except CapacityError:
-                memory += largest
+    def manager(self, factory: ManagerFactory) -> ManagerUnderTest:
+        """A manager of its own for each run, with the options that were chosen."""
+        spec, drafts = spec_of(
+            self.kinds, self.block, unequal=self.unequal, max_tokens=self.max_tokens, vocab_size=self.vocab
+        )
+        largest = max(group.page_bytes for group in Layout.build(spec, 1 << 30, drafts=drafts).groups)
+        layout = layout_of(spec, drafts, (self.pages + 1) * (64 * self.block if self.unequal else largest))
         if self.floor:
             with contextlib.suppress(CapacityError):
                 # Where the arena is too small for it, there is none.
                 layout = layout.with_floors({layout.groups[-1].name: self.floor})
-        eviction = {"": None, "used": LeastRecentlyUsed(), "rate": ReuseRate(memory=64)}[self.policy]
-        manager = PagedCacheManager(layout, RestorePolicy(self.every_blocks), self.backoff, eviction)
+        chosen: dict[str, Any] = {
+            "restore": None if self.every_blocks is None else RestorePolicy(self.every_blocks),
+            "backoff_tokens": self.backoff,
+            "eviction": {"": None, "used": LeastRecentlyUsed(), "rate": ReuseRate(memory=64)}[self.policy],
+        }
+        # A factory that does not take an option is not given it.
+        manager = factory(layout, **{name: value for name, value in chosen.items() if value})
         if self.noise % 4:
             manager.shuffle_free_pages(np.random.default_rng(self.noise))
         return manager
+
+
+def block_of(kinds: Iterable[Kind]) -> int | None:
+    """The smallest block that whole rows of several tokens, and rings, fit into; ``None`` when any block will do."""
+    kinds = list(kinds)
+    rows = math.lcm(*(kind.tokens_per_row for kind in kinds))
+    rings = max(kind.retention.ring for kind in kinds)
+    return rows * -(-(rings + 1) // rows) if rings else rows if rows > 1 else None

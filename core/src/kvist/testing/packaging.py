@@ -16,7 +16,9 @@ Everything happens in clean processes, as at an operator's. The clauses are in `
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +28,7 @@ from packaging.requirements import Requirement
 from kvist.hookspecs import SPEC_VERSION
 from kvist.plugins.discovery import CORE, canonical
 from kvist.testing.outcomes import not_applicable, not_run_here
-from kvist.testing.probe import Answer, ask
+from kvist.testing.probe import Answer, Reply, ask
 
 Config = Mapping[str, Any]
 
@@ -178,9 +180,15 @@ class PluginTests:
         return self._ask("configs", given=given, block_tokens=self.block_tokens, dtype=self.dtype)
 
     def _ask(self, question: str, **values: Any) -> Answer:
-        reply = ask(question, self.folders, name=self.name, **values)
+        reply = _reply(self.name, tuple(self.folders), question, json.dumps(values))
         assert reply.answer is not None, (
             f'no distribution has an entry point {self.name!r} in the group "kvist"; add [project.entry-points.kvist] '
             f'{self.name} = "package.module" to pyproject.toml and install it again'
         )
         return {**reply.answer, "printed": reply.printed}
+
+
+@cache
+def _reply(name: str, folders: tuple[Path, ...], question: str, values: str) -> Reply:
+    """What a process answers; the tests of one plugin share it, because starting one takes most of their time."""
+    return ask(question, folders, name=name, **json.loads(values))

@@ -17,7 +17,7 @@ SECTION = "contract of Kvist"
 
 # Asserts of the kit show their values like those of a test, whichever way the core is installed.
 pytest.register_assert_rewrite(
-    *(f"kvist.testing.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "plugin")
+    *(f"kvist.testing.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*") if path.stem != "plugin")
 )
 
 

@@ -28,7 +28,7 @@ def drawing(data: st.DataObject) -> Draw:
 class _Traffic(RuleBasedStateMachine):
     """Rules are added by :func:`run_with_hypothesis`, from a table of operations."""
 
-    kind: type[CacheMachine]
+    start: Callable[[Draw], CacheMachine]
     executed = 0
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Traffic(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        self.machine = self.kind(Setup.choose(drawing(data)))
+        self.machine = type(self).start(drawing(data))
 
     def operate(self, name: str, data: st.DataObject) -> None:
         type(self).executed += 1
@@ -69,17 +69,19 @@ def _rule(name: str) -> Callable[..., None]:
 def run_with_hypothesis(
     examples: int,
     steps: int,
-    machine: type[CacheMachine] = CacheMachine,
+    machine: Callable[[Setup], CacheMachine] = CacheMachine,
     operations: Mapping[str, int] = OPERATIONS,
+    choose: Callable[[Draw], Setup] = Setup.choose,
 ) -> int:
     """Run ``machine`` in ``examples`` runs of at most ``steps`` operations, auditing after each. Returns how many
     operations there were. Raises the first violation, shrunk.
 
-    operations: names of methods of the machine, with weights.
+    operations: names of methods of the machine, with weights. choose: what it is tried on.
     """
     # Hypothesis chooses among rules evenly, so what is to come often is there more than once.
     rules = {f"{name}_{n}": _rule(name) for name, weight in operations.items() for n in range(-(-weight // 8))}
-    traffic = type("Traffic", (_Traffic,), {"kind": machine, **rules})
+    start = staticmethod(lambda draw: machine(choose(draw)))
+    traffic = type("Traffic", (_Traffic,), {"start": start, **rules})
     run_state_machine_as_test(
         traffic,
         settings=settings(

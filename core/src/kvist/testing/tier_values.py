@@ -19,6 +19,7 @@ from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence as CachedSequence
 from kvist.spec import History, Retention
 from kvist.stats import TierStats
+from kvist.testing.under_test import ManagerFactory
 from kvist.testing.values import JUNK, Array, Values, make_layout, make_spec, tokens
 
 P = 4
@@ -97,6 +98,7 @@ class Cache:
         fingerprint: str = "test",
         vocab_size: int | None = None,
         widths: Sequence[int] = (),
+        factory: ManagerFactory = PagedCacheManager,
     ) -> None:
         spec = make_spec(block, *(retentions or (History(),)), vocab_size=vocab_size, widths=widths)
         spec = attrs.evolve(spec, fingerprint=fingerprint)
@@ -109,7 +111,8 @@ class Cache:
             parts = [group.page_bytes for group in self.layout.groups]
             self.disk = DiskStore(folder, format_digest(self.layout), parts, disk_blocks * 4096)
         tiers = Tiers(self.copier, host, self.disk, minimum_blocks)
-        self.manager = PagedCacheManager(self.layout, restore, backoff_tokens, tiers=tiers)
+        chosen = {"restore": restore, "backoff_tokens": backoff_tokens, "tiers": tiers}
+        self.manager = factory(self.layout, **{name: value for name, value in chosen.items() if value})
         self.values = Values(self.manager)
         self.mover.rows[Tier.DEVICE] = self.values.whole
         self.mover.widths = [pages.shape[1] for pages in self.values.pages]
@@ -120,7 +123,8 @@ class Cache:
 
     def poison_host(self) -> None:
         """Overwrite every host page that is free."""
-        lower = self.manager._lower
+        # Of other managers than ours nobody knows which host pages are free.
+        lower = self.manager._lower if isinstance(self.manager, PagedCacheManager) else None
         if lower is not None and lower.host is not None:
             for group, rows in enumerate(self.mover.rows[Tier.HOST]):
                 rows[lower.host.ledger.free_pages(group)] = JUNK

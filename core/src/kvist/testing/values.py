@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.layout import Group, Layout
-from kvist.manager import PagedCacheManager
 from kvist.sequence import Sequence as CachedSequence
 from kvist.spec import CacheSpec, Layer, Retention, RowFormat, Scope, Stream, Window
 from kvist.step import NO_PAGE, IntArray, Step
+from kvist.testing.reads import reads
+from kvist.testing.under_test import ManagerUnderTest
 
 JUNK = -1
 
@@ -61,7 +62,7 @@ class Values:
 
     junk = JUNK
 
-    def __init__(self, manager: PagedCacheManager) -> None:
+    def __init__(self, manager: ManagerUnderTest) -> None:
         self.manager = manager
         self.layout = manager.layout
         self.allocate()
@@ -76,7 +77,7 @@ class Values:
         ]
         self.pages: list[Array] = []
         for group, pages in zip(self.layout.groups, self.whole):
-            rows = _state_rows(group.retention) if group.exact else group.retention.ring or self.layout.block_tokens
+            rows = state_rows(group.retention) if group.exact else group.retention.ring or self.layout.block_tokens
             assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
             self.pages.append(pages[:, :rows])
 
@@ -187,16 +188,13 @@ class Values:
 
     def _read(self, group: Group, table: IntArray, query: int, truth: Array) -> None:
         block = self.layout.block_tokens
-        retention = group.retention
-        positions = np.arange(query + 1)
-        if isinstance(retention, Window):
-            positions = positions[(positions > query - retention.tokens) | (positions < retention.sinks)]
+        positions = np.concatenate([np.arange(low, high) for low, high in reads(group.retention, query)])
         pages = table[positions // block]
         assert (pages != NO_PAGE).all(), f"{group.name}: a block that position {query} reads is gone"
         found = self.pages[group.index][pages, positions % block]
         assert np.array_equal(found, truth[positions]), f"{group.name}: position {query} reads wrong rows"
 
 
-def _state_rows(retention: Retention) -> int:
+def state_rows(retention: Retention) -> int:
     """Values in the page of a state: one, or a checkpoint's two and one for each draft that can be taken back."""
     return 1 if retention.draft_pages else 2 + (retention.most_drafts or 0)

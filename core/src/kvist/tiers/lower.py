@@ -29,15 +29,15 @@ from kvist.tiers.transfer import Flights, Part, Transfer, part_of, spread
 class Owner:
     """What loads need from the manager.
 
-    take_room: evict on the device until so many pages per group are free. False, and nothing changes, when they cannot
-        be.
+    new_pages: so many pages per group on the device, with one lease each, that no step in other hands touches any more.
+        None, and nothing changes, when there is no room.
     pages_in_use: pages per group that a step still to be executed may copy from or write although nobody holds them.
     take_again: give up what an idle sequence holds, let the transfer arrive, and claim up to so many tokens again.
     limits: for a run of so many tokens and a limit of its reuse: the limit there is, and must reuse end at a block
         boundary?
     """
 
-    take_room: Callable[[list[int]], bool]
+    new_pages: Callable[[list[int]], list[IntArray] | None]
     pages_in_use: Callable[[], list[SequenceOf[int]]]
     take_again: Callable[[Sequence, int, Transfer], None]
     limits: Callable[[int, int], tuple[int, bool]]
@@ -224,7 +224,7 @@ class LowerTiers:
             chosen = found.cells(HOST)
             last = int(np.flatnonzero(chosen.any(axis=0))[-1]) + 1
             pins.append((self.host, self.host.pin(found.host, last, chosen[:, :last])))
-        new = self._new_pages(cells.sum(axis=1).tolist())
+        new = self._owner.new_pages(cells.sum(axis=1).tolist())
         if new is None:
             for level, pin in [*pins, (self.device, kept)]:
                 level.unpin(pin, used=False)
@@ -248,22 +248,6 @@ class LowerTiers:
         columns = columns[::-1]
         keys = tuple(found.keys[ordinal] for ordinal in ordinals[columns].tolist())
         return part_of(None, self.device, columns, cells[:, columns], None, pages[:, columns], keys)
-
-    def _new_pages(self, needed: list[int]) -> list[IntArray] | None:
-        """Pages on the device that no step in other hands touches any more. None, and nothing changes, without room."""
-        in_use = self._owner.pages_in_use()
-        wanted = [count + len(pages) for count, pages in zip(needed, in_use)]
-        if not self._owner.take_room(wanted):
-            return None
-        new = []
-        for group, pages in enumerate(self.device.take(wanted)):
-            if in_use[group]:
-                pages = pages[np.argsort(np.isin(pages, in_use[group]), kind="stable")]
-            chosen, rest = np.split(pages, [needed[group]])
-            if len(rest):
-                self.device.ledger.release(group, rest)
-            new.append(chosen)
-        return new
 
     def _give_up(self, transfer: Transfer) -> None:
         if transfer.target is not None and transfer.arrival is not None:

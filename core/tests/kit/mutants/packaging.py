@@ -153,6 +153,12 @@ def suite(files: dict[str, str]) -> Iterator[type[PluginTests]]:
         yield Sound
 
 
+#: A package in place of the module that was installed.
+HIDDEN = {
+    "kvist_sound-1.0.dist-info/RECORD": "kvist_sound/plugin.py,,\n",
+    "kvist_sound/plugin/__init__.py": FILES[PLUGIN],
+}
+
 HOOK = "def kvist_attention_backends():\n"
 
 #: name of the mutant, clause, edits, more files
@@ -160,6 +166,7 @@ _FAULTS: tuple[tuple[str, str, tuple[tuple[str, str, str], ...], dict[str, str]]
     ("the group of the entry point is misspelt", "PL-01", ((POINTS, "[kvist]", "[kvists]"),), {}),
     ("another distribution has the same entry point", "PL-01", (), TWIN),
     ("the entry point names a module that is not shipped", "PL-01", ((POINTS, "sound.plugin", "sound.plugins"),), {}),
+    ("its module is hidden by a package", "PL-01", (), HIDDEN),
     ("metadata without a version", "PL-01", ((METADATA, "Version: 1.0\n", ""),), {}),
     ("does not require kvist", "PL-02", ((METADATA, "Requires-Dist: kvist<1,>=0.1\n", ""),), {}),
     ("has no upper bound", "PL-02", ((METADATA, "kvist<1,>=0.1", "kvist>=0.1"),), {}),

@@ -147,7 +147,13 @@ def check_inputs(layer: RecurrentLayer, inputs: RecurrentInputs, step: Step | No
     """
     if step is None:
         raise StateError("forward() before begin(): the backend has no step")
-    tokens, channels = step.token_count, layer.channels
+    check_shapes(layer, inputs, step.token_count)
+    return step
+
+
+def check_shapes(layer: RecurrentLayer, inputs: RecurrentInputs, tokens: int) -> None:
+    """Raise SpecError unless ``inputs`` are those of ``tokens`` tokens of the layer."""
+    channels = layer.channels
     expected: dict[str, tuple[int, ...]] = {
         "conv_inputs": (tokens, channels),
         "conv_weight": (channels, layer.columns + 1),
@@ -178,7 +184,14 @@ def check_inputs(layer: RecurrentLayer, inputs: RecurrentInputs, step: Step | No
         found = tuple(getattr(inputs, name).shape)
         if found != shape:
             layer.refuse(f"{name} {list(found)}, expected {list(shape)}")
-    return step
+
+
+def value_width(layer: RecurrentLayer, inputs: RecurrentInputs) -> int:
+    """Elements of a token's value, for inputs that fit the layer."""
+    if layer.state is None or isinstance(inputs, Mamba1Inputs):
+        return layer.channels
+    first, second, third = layer.state
+    return first * (third if isinstance(inputs, DeltaNetInputs) else second)
 
 
 def _halves(channels: int, unit: int) -> bool:

@@ -20,7 +20,8 @@ def kvist_cache_managers() -> list[CacheManagerInfo]:
             name="mamba",
             model_types=tuple(sorted(FAMILIES)),
             spec_factory="kvist_mamba.spec:cache_spec",
-            install_hint=_INSTALL_HINT,
+            adapters={"transformers": "kvist_mamba.transformers:HybridAdapter"},
+            install_hint="pip install 'kvist-mamba[transformers]'",
         )
     ]
 

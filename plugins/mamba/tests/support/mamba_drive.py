@@ -19,7 +19,7 @@ from kvist.restore import RestorePolicy
 from kvist.step import Step
 from kvist_mamba import cache_spec
 from kvist_mamba.backend import ReferenceBackend
-from kvist_mamba.inputs import STREAMS, RecurrentInputs
+from kvist_mamba.inputs import RECURRENT_STATE, STREAMS, RecurrentInputs
 
 
 @attrs.define(eq=False)
@@ -50,7 +50,7 @@ class Drive:
         model_type: str,
         *,
         block_tokens: int = 8,
-        memory_bytes: int = 4 << 20,
+        memory_bytes: int = 2 << 20,
         restore: RestorePolicy | None = None,
         backoff_tokens: int = 0,
         backend: type = ReferenceBackend,
@@ -155,11 +155,15 @@ class Drive:
         content = self.memory.layout.groups[self.group].content_bytes
         return self.memory.pages(self.group)[request.page, :content].clone()
 
+    def recurrent_state(self, request: Request, layer: int) -> torch.Tensor:
+        """One layer's state of the sequence, in float32."""
+        row = self.memory.layout.part(layer, RECURRENT_STATE)[1].stream.row
+        return self.memory.view(layer, RECURRENT_STATE, row.shape, getattr(torch, row.dtype))[request.page].float()
+
     def poison(self) -> None:
         """NaN in every page that nobody holds or can find, and in the reserved one."""
-        pages = self.memory.pages(self.group)
-        free = torch.tensor(np.asarray(self.manager.free_pages(self.group)), dtype=torch.int64)
-        pages[free] = 0xFF
+        pages = self.memory.pages(self.group).numpy()
+        pages[self.manager.free_pages(self.group)] = 0xFF
         pages[0] = 0xFF
 
     def error(self, request: Request, first: int = 0) -> float:

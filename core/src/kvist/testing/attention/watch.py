@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvist.layout import Layout
+from kvist.layout import Group, Layout
 from kvist.memory.device import DeviceMemory
 from kvist.spec import ceil_div
 from kvist.step import Step

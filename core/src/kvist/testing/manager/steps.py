@@ -1,0 +1,439 @@
+"""Steps: planned, refused, overlapping, cancelled, with drafts, with rows that come and go."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import numpy as np
+import pytest
+
+from kvist.errors import CapacityError, RequestError, StateError
+from kvist.layout import Layout
+from kvist.manager import Run, Sequence
+from kvist.testing.bookkeeping import refused
+from kvist.testing.engine import Engine, Flight
+from kvist.testing.manager.author import ManagerAuthor
+from kvist.testing.memory import read_by
+from kvist.testing.values import Array
+
+
+class StepTests(ManagerAuthor):
+    """What an engine may do with a step, and what it may not."""
+
+    @pytest.mark.clause("CM-15")
+    def test_wrong_calls_change_nothing(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            engine.turn(range(2 * block))
+            sequence = engine.open(range(2 * block), 50, 51)
+            asleep = engine.open(range(600, 600 + block))
+            engine.prefill(sequence, asleep)
+            engine.suspend(asleep)
+            flying = engine.open(range(700, 700 + block))
+            flight = engine.launch(Run(flying, 1))
+            closed = engine.open(range(3))
+            engine.close(closed)
+            too_long = np.arange(1000 * manager.layout.slab_count * block)
+            before, probed = manager.stats(), engine.probe(range(2 * block), 9)
+            if not manager.layout.fits(len(too_long)):
+                # Where every group drops blocks any length fits.
+                refused(CapacityError, lambda: manager.open(too_long))
+            for error, call in (
+                (RequestError, lambda: manager.open([])),
+                (RequestError, lambda: manager.open([-1])),
+                (RequestError, lambda: manager.open([1.5])),
+                (RequestError, lambda: manager.truncate(sequence, 0)),
+                (RequestError, lambda: manager.truncate(sequence, sequence.known + 1)),
+                (StateError, lambda: manager.plan([Run(sequence, 1), Run(sequence, 1)])),
+                (RequestError, lambda: manager.plan([Run(sequence, 0)])),
+                (StateError, lambda: manager.plan([Run(closed, 1)])),
+                (StateError, lambda: manager.plan([Run(asleep, 1)])),
+                (StateError, lambda: manager.fork(asleep)),
+                (StateError, lambda: manager.suspend(flying)),
+                (StateError, lambda: manager.resume(flying)),
+                (StateError, lambda: manager.truncate(flying, 1)),
+                (StateError, lambda: manager.fork(flying)),
+                (StateError, lambda: manager.suspend(closed)),
+                (StateError, lambda: manager.complete(flight.step, [2])),
+            ):
+                refused(error, call)
+                assert manager.stats() == before, "a call that was refused has changed the manager's numbers"
+                assert engine.probe(range(2 * block), 9) == probed
+                engine.audit()
+            engine.land(flight)
+            refused(StateError, lambda: manager.complete(flight.step))
+            refused(StateError, lambda: manager.cancel(flight.step))
+            engine.resume(asleep)
+            engine.prefill(asleep, flying)
+            engine.decode(sequence, 2)
+            engine.close(sequence, asleep, flying)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-15")
+    def test_the_model_s_own_limits(self) -> None:
+        for name, layout in self.layouts(20):
+            spec = attrs.evolve(layout.spec, max_tokens=6, vocab_size=10)
+            manager = self.manager(attrs.evolve(layout, spec=spec))
+            refused(RequestError, partial(manager.open, range(7)))
+            refused(RequestError, partial(manager.open, [10]))
+            sequence = manager.open(range(6))
+            refused(RequestError, partial(manager.plan, [Run(sequence, 7)]))
+            assert manager.plan([Run(sequence, 6)]).fits, f"mix {name!r}: six tokens of at most six do not fit"
+
+    @pytest.mark.clause("CM-16")
+    def test_a_plan_that_does_not_fit(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            holders: list[Sequence] = []
+            for number in range(100):
+                sequence = engine.open(range(1000 * number, 1000 * number + 2 * block))
+                plan = manager.plan([Run(sequence, 2 * block)])
+                if not plan.fits:
+                    break
+                engine.prefill(sequence)
+                holders.append(sequence)
+            assert holders and not plan.fits, "any number of plans fits into the arena"
+            before = manager.stats()
+            refused(CapacityError, plan.commit, "the plan does not fit")
+            assert manager.stats() == before, "a refused plan has changed the manager's numbers"
+            engine.audit()
+            # The others go on, and so does this one when somebody has left.
+            engine.close(holders.pop(0), holders.pop(0))
+            engine.prefill(sequence)
+            for holder in holders[:1]:
+                engine.suspend(holder)
+                engine.resume(holder)
+                engine.prefill(holder)
+            engine.close(sequence, *holders)
+            engine.drained()
+
+        self.each(scenario, pages=12)
+
+    @pytest.mark.clause("CM-16")
+    def test_a_plan_is_stale_when_anything_has_changed(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            sequence, other = engine.open(range(block + 1)), engine.open(range(500, 500 + block + 1))
+            engine.prefill(other)
+
+            def commit_something() -> None:
+                engine.land(engine.launch(Run(other, 1)))
+
+            engine.learn(other)
+            flying = [engine.launch(Run(engine.open(range(800, 803)), 3))]
+            step_in_flight = flying[0]
+            for change in (
+                lambda: engine.open(range(600, 603)),
+                commit_something,
+                lambda: engine.suspend(other),
+                lambda: engine.resume(other),
+                lambda: engine.close(flying.pop().plan.sequences[0]),
+                lambda: engine.close(other),
+                lambda: manager.clear(),
+            ):
+                plan = manager.plan([Run(sequence, 1)])
+                change()
+                refused(StateError, plan.commit, "stale")
+                engine.audit()
+            engine.land(step_in_flight)
+            engine.prefill(sequence)
+            twice = manager.plan([Run(sequence, 1)])
+            step = twice.commit()
+            refused(StateError, twice.commit)
+            manager.cancel(step, ran=False)
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-18")
+    @pytest.mark.parametrize("depth", [2, 3])
+    def test_steps_of_one_prompt_overlap(self, depth: int) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            for begin, end in ((0, 5), (0, 5), (3, 8)):
+                sequence = engine.open(range(begin * block, end * block + 3))
+                flights: list[Flight] = []
+                while sequence.scheduled < sequence.known:
+                    count = min(block - 1 or 1, sequence.known - sequence.scheduled)
+                    flights.append(engine.launch(Run(sequence, count)))
+                    if len(flights) == depth:
+                        engine.land(flights.pop(0))
+                assert sequence.computed < sequence.scheduled == sequence.known
+                for flight in flights:
+                    engine.land(flight)
+                assert sequence.computed == sequence.known
+                engine.close(sequence)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-18")
+    def test_tables_of_a_step_in_flight_stay(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            prompt = range(4 * block + 1)
+            ours, twin = engine.open(prompt), engine.open(prompt)
+            flights = [engine.launch(Run(ours, 2 * block))]
+            flights.append(engine.launch(Run(ours, block + 1)))
+            before = [_what_is_read(engine, flight, ours) for flight in flights]
+            # The same blocks become findable while ours are being computed.
+            engine.prefill(twin)
+            engine.close(twin)
+            engine.turn(prompt, 77)
+            for flight, seen in zip(flights, before):
+                now = _what_is_read(engine, flight, ours)
+                same = all(np.array_equal(left, right) for left, right in zip(now, seen))
+                assert same, f"what step {flight.step.id} reads of its tables has changed while it was in flight"
+                engine.land(flight)
+            engine.prefill(ours)
+            engine.close(ours)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-18")
+    def test_steps_end_in_order(self) -> None:
+        def scenario(engine: Engine) -> None:
+            sequence, other = engine.open(range(12)), engine.open(range(50, 56))
+            flights = [engine.launch(Run(sequence, 3)) for _ in range(3)]
+            apart = engine.launch(Run(other, 3))
+            before = engine.manager.stats()
+            for later in flights[1:]:
+                refused(StateError, partial(engine.manager.complete, later.step), "not the oldest")
+            for earlier in flights[:-1]:
+                refused(StateError, partial(engine.manager.cancel, earlier.step), "not the newest")
+            assert engine.manager.stats() == before
+            # Who shares no sequence with the others ends when it likes.
+            engine.land(apart)
+            for flight in flights:
+                engine.land(flight)
+            engine.prefill(sequence, other)
+            engine.close(sequence, other)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-19")
+    def test_a_step_that_did_not_run(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            engine.turn(range(2 * block + 2))
+            # Its first step begins with copies of what it shares of a block, and of states.
+            for extra in (90, 91):
+                sequence = engine.open(range(2 * block + 2), extra, extra + 100)
+                before = manager.stats()
+                step = manager.plan([Run(sequence, 1)]).commit()
+                engine.audit()
+                manager.cancel(step, ran=False)
+                engine.audit()
+                stats = manager.stats()
+                assert (stats.steps, stats.computed_tokens, stats.requests) == (
+                    before.steps,
+                    before.computed_tokens,
+                    before.requests,
+                ), "a step that did not run counts"
+                if extra == 91:
+                    # Others take the pages meanwhile.
+                    engine.turn(range(700, 700 + 2 * block + 1))
+                engine.prefill(sequence)
+                engine.decode(sequence, block + 1)
+                engine.close(sequence)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-19")
+    def test_a_step_that_failed_on_its_way(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, layout, block = engine.manager, engine.manager.layout, engine.block
+            for number in range(2):
+                sequence = engine.open(range(1000 * number, 1000 * number + 3 * block + 1))
+                older = engine.launch(Run(sequence, block))
+                newer = engine.launch(Run(sequence, block + 1))
+                manager.cancel(newer.step, ran=True)
+                engine.audit()
+                engine.land(older)
+                lost = layout.has_states or layout.has_rings
+                assert sequence.suspended == lost, (
+                    "a step that ran overwrites states and rings: its sequences have to be resumed"
+                    if lost
+                    else "rows of a cancelled step are simply written again: nobody is suspended"
+                )
+                if lost:
+                    engine.resume(sequence)
+                assert sequence.computed <= block
+                engine.prefill(sequence)
+                engine.decode(sequence, 3)
+                engine.close(sequence)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-20")
+    def test_rejected_drafts_leave_nothing_behind(self) -> None:
+        def scenario(engine: Engine) -> None:
+            most, block = engine.manager.layout.most_drafts, engine.block
+            drafts = 3 if most is None else min(3, most)
+            for rejected in range(drafts + 1):
+                sequence = engine.open(range(100 * rejected, 100 * rejected + block + 1))
+                engine.prefill(sequence)
+                for _ in range(block + 1):
+                    engine.learn(sequence)
+                    kept = 1 + drafts - rejected
+                    before = sequence.computed
+                    flight = engine.launch(Run(sequence, 1, drafts), accepted={sequence: kept})
+                    refused(StateError, partial(engine.manager.plan, [Run(sequence, 1)]))
+                    engine.land(flight)
+                    assert sequence.computed == before + kept
+                engine.learn(sequence, 0)
+                engine.decode(sequence, 2)
+                engine.close(sequence)
+            engine.drained()
+
+        self.each(scenario, pages=120)
+
+    @pytest.mark.clause("CM-20")
+    def test_drafts_that_the_step_rejects_altogether(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            sequence = engine.open(range(2 * block))
+            engine.prefill(sequence)
+            engine.learn(sequence)
+            engine.run(Run(sequence, 1, 2), accepted={sequence: 0})
+            assert sequence.computed == 2 * block
+            engine.run(Run(sequence, 1, 1), accepted={sequence: 2})
+            engine.learn(sequence, 0)
+            engine.suspend(sequence)
+            engine.resume(sequence)
+            engine.prefill(sequence)
+            engine.decode(sequence, block)
+            engine.close(sequence)
+            engine.turn(range(2 * block), 5)
+            engine.drained()
+
+        def free(layout: Layout) -> bool:
+            return layout.most_drafts is None
+
+        self.each(scenario, only=free, unless="every mix has a ring, which takes back a few drafts only")
+
+    @pytest.mark.clause("CM-21")
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_rows_of_a_batch_advance_by_one(self, depth: int) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            batch = manager.decode_batch()
+            everyone = [engine.open(range(50 * n, 50 * n + block + 1 + n)) for n in range(4)]
+            engine.prefill(*everyone)
+            ticks = [0] * len(everyone)
+            flights: list[Flight] = []
+            # Rows come and go, also while steps with them are in flight.
+            for number in range(5 * block + 4):
+                for place, sequence in enumerate(everyone):
+                    outside = sequence.batch is None and not sequence.in_flight
+                    if outside and (number + place) % 3 == 0 and _may_join(sequence, block):
+                        batch.join(sequence)
+                    elif sequence in batch.sequences and (number + 2 * place) % 7 == 6:
+                        batch.leave(sequence)
+                if len(batch):
+                    for sequence in batch.sequences:
+                        ticks[everyone.index(sequence)] += 1
+                    flights.append(engine.launch(decode=batch))
+                while len(flights) >= depth:
+                    engine.land(flights.pop(0))
+            for flight in flights:
+                engine.land(flight)
+            for n, sequence in enumerate(everyone):
+                assert sequence.computed == block + 1 + n + ticks[n], "a row has not advanced by one token a step"
+                engine.learn(sequence, 0)
+            engine.close(*everyone)
+            engine.drained()
+
+        self.each(scenario, pages=200)
+
+    @pytest.mark.clause("CM-21")
+    def test_a_batch_whose_step_is_cancelled(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            batch = manager.decode_batch()
+            rows = [engine.open(range(50 * n, 50 * n + 2 * block - 1 + n)) for n in range(3)]
+            engine.prefill(*rows)
+            late = rows.pop()
+            for sequence in rows:
+                batch.join(sequence)
+            for number in range(2 * block):
+                # The same step once more, over every position of a block.
+                manager.cancel(manager.plan(decode=batch).commit(), ran=False)
+                engine.audit()
+                if number == block:
+                    step = manager.plan(decode=batch).commit()
+                    batch.leave(rows[0])
+                    if _may_join(late, block):
+                        batch.join(late)
+                    manager.cancel(step, ran=False)
+                    engine.audit()
+                engine.run(decode=batch)
+            engine.learn(rows[0], 0)
+            engine.decode(rows[0], 2)
+            for sequence in list(batch.sequences):
+                batch.leave(sequence)
+                engine.learn(sequence, 0)
+            engine.close(late, *rows)
+            engine.drained()
+
+        self.each(scenario, pages=200)
+
+    @pytest.mark.clause("CM-22")
+    def test_states_begin_with_zeros(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            # The oracle demands zeros before a first token, and fills every free page with junk.
+            for number in range(8):
+                sequences = [engine.open(range(1000 * number + 90 * n, 1000 * number + 90 * n + 2)) for n in range(3)]
+                engine.prefill(*sequences)
+                engine.decode(sequences[0], block)
+                engine.close(*sequences)
+            engine.drained()
+
+        self.each(scenario, only=lambda layout: layout.has_states, unless="no mix has states", pages=24)
+
+    @pytest.mark.clause("CM-22")
+    def test_states_are_kept_where_chunks_end(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            prompt = range(4 * block + 2)
+            sequence = engine.open(prompt, restore_at=[2 * block])
+            assert 2 * block in sequence.chunk_ends, "a position that the caller named is no end of a chunk"
+            engine.prefill(sequence)
+            engine.decode(sequence, 2)
+            for position in (2 * block, 4 * block):
+                found = engine.probe(range(position), 900, 901)
+                assert found == position, f"a state at {position} was to be kept, and {found} tokens can be resumed"
+            # Whoever ignores the ends of chunks gets no such state, and nothing wrong.
+            careless = engine.open(range(500, 500 + 4 * block + 2), restore_at=[2 * block])
+            engine.prefill(careless, polite=False)
+            engine.turn(range(500, 500 + 2 * block), 3, 4)
+            engine.close(sequence, careless)
+            engine.drained()
+
+        self.each(scenario, only=lambda layout: layout.has_states, unless="no mix has states")
+
+
+def _what_is_read(engine: Engine, flight: Flight, sequence: Sequence) -> list[Array]:
+    """Copies of those parts of a step's tables that its row reads or writes."""
+    step, block = flight.step, engine.block
+    row = flight.plan.sequences.index(sequence)
+    end, count = int(step.lengths[row]), int(step.query_lengths[row])
+    found = []
+    for group in engine.manager.layout.groups:
+        spans = ((0, block),) if group.exact else read_by(group, end - count, end)
+        for low, high in spans:
+            found.append(step.tables[group.index][step.slots[row], low // block : -(-high // block)].copy())
+    return found
+
+
+def _may_join(sequence: Sequence, block: int) -> bool:
+    """Has it the page for its next token, or does that open a block?"""
+    has_state = bool(sequence.state_columns) or not sequence.layout.has_states
+    return has_state and (sequence.computed % block == 0 or sequence.reserved > sequence.computed)

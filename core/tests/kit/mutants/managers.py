@@ -1,0 +1,220 @@
+"""Cache managers with a fault each: Kvist's own with one text replaced, and strangers that mean well.
+
+``make()`` gives a context manager: while it is entered, the suite that it returns meets the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import attrs
+from kit.mutants import specs
+from kit.mutants.base import Mutant
+from kit.mutants.planted import listed, planted
+
+from kvist.manager import PagedCacheManager
+from kvist.spec import Scope
+from kvist.testing.manager import CacheManagerTests
+
+Fault = contextlib.AbstractContextManager[Any]
+
+
+class Paged(CacheManagerTests):
+    """Kvist's own manager."""
+
+    def manager(self, layout, **options):
+        return PagedCacheManager(layout, **options)
+
+
+class OneCacheForAll(PagedCacheManager):
+    """Takes tenants for a matter of the engine."""
+
+    def open(self, tokens, scope=Scope(), **options):  # noqa: B008
+        return super().open(tokens, attrs.evolve(scope, salt=""), **options)
+
+    def probe(self, tokens, scope=Scope()):  # noqa: B008
+        return super().probe(tokens, attrs.evolve(scope, salt=""))
+
+
+class PlansAtOnce(PagedCacheManager):
+    """Makes room as soon as it knows what is lacking."""
+
+    def plan(self, runs=(), decode=None):
+        plan = super().plan(list(runs), decode)
+        if plan.fits:
+            self._evict(plan.eviction)
+        return plan
+
+
+class HoldsWhatItFinds(PagedCacheManager):
+    """Protects what a probe has found, for the request that will surely come."""
+
+    def probe(self, tokens, scope=Scope()):  # noqa: B008
+        sequence = self.open(tokens, scope)
+        return sequence.reused
+
+
+class ChecksAfterwards(PagedCacheManager):
+    """Gives pages up before it looks at the length."""
+
+    def truncate(self, sequence, length):
+        self.suspend(sequence)
+        return super().truncate(sequence, length)
+
+
+class GuessesCapacity(PagedCacheManager):
+    """Takes every cached and free page for room of a whole block."""
+
+    def capacity(self, chunk_tokens=None):
+        return _Optimist(super().capacity(chunk_tokens))
+
+
+class _Optimist:
+    def __init__(self, capacity):
+        self._capacity = capacity
+
+    def __getattr__(self, name):
+        return getattr(self._capacity, name)
+
+    def requests(self, length):
+        return self._capacity.requests(length) + 1
+
+
+@contextlib.contextmanager
+def _stranger(manager: Callable[..., Any]) -> Iterator[type[CacheManagerTests]]:
+    yield type("Mutated", (CacheManagerTests,), {"manager": lambda _, layout, **options: manager(layout, **options)})
+
+
+@contextlib.contextmanager
+def _faulty(fault: Callable[[], Fault]) -> Iterator[type[CacheManagerTests]]:
+    with fault():
+        yield Paged
+
+
+@contextlib.contextmanager
+def _factory(make: Callable[[], type]) -> Iterator[type]:
+    yield make()
+
+
+#: Of the list that benchmarks/fuzz.py plants too.
+_LISTED = (
+    ("CM-07", "commit: copies one block early"),
+    ("CM-07", "match: snapshot ahead"),
+    ("CM-08", "match: no limit"),
+    ("CM-08", "restore: no branch point"),
+    ("CM-08", "restore: end of the prompt"),
+    ("CM-10", "ledger: frees the published"),
+    ("CM-11", "claim: no split"),
+    ("CM-11", "claim: window not leased"),
+    ("CM-11", "claim: windows not released"),
+    ("CM-11", "extent: cut loses a page"),
+    ("CM-12", "books: nothing dropped"),
+    ("CM-16", "manager: stale plans"),
+    ("CM-16", "residents: plans behind a close"),
+    ("CM-16", "arena: fungible sums"),
+    ("CM-17", "eviction: one too many"),
+    ("CM-17", "claim: no hold"),
+    ("CM-17", "claim: sources not leased"),
+    ("CM-18", "publish: switches in flight"),
+    ("CM-19", "manager: copies not repeated"),
+    ("CM-20", "commit: drafts are decided"),
+    ("CM-20", "states: wrong draft"),
+    ("CM-20", "states: scratch pages stay"),
+    ("CM-21", "batch: leaves too early"),
+    ("CM-21", "batch: joined too late"),
+    ("CM-21", "commit: block not counted"),
+    ("CM-22", "commit: no zeros"),
+    ("CM-22", "publish: snapshot one block late"),
+    ("CM-23", "claim: fork without a state"),
+    ("CM-23", "claim: fork copies the block before"),
+    ("CM-23", "residents: fork without publishing"),
+    ("CM-24", "residents: truncate forward"),
+    ("CM-27", "tree: stale stays"),
+    ("CM-27", "claim: hidden, not unpublished"),
+    ("CM-27", "ledger: frees the held"),
+    ("CM-28", "publish: tells nobody of windows"),
+    ("CM-29", "ledger: peak"),
+    ("CM-29", "stats: reuse counted twice"),
+    ("CM-33", "sequence: unknown tokens"),
+    ("CM-33", "arena: one page twice"),
+)
+#: Name, clause, file of the core, what is replaced, by what.
+_PLANTED = (
+    (
+        "a probe promises the last token",
+        "CM-09",
+        "residents.py",
+        "return self._match(prompt, scope, len(prompt) - 1).length",
+        "return self._match(prompt, scope, len(prompt)).length",
+    ),
+    (
+        "page 0 is a page like others",
+        "CM-10",
+        "memory/arena.py",
+        "np.arange(layout.slab_count - 1, 0, -1, dtype=np.int32)",
+        "np.arange(layout.slab_count - 2, -1, -1, dtype=np.int32)",
+    ),
+    (
+        "publishes for who opted out",
+        "CM-14",
+        "residents.py",
+        "        else:\n            sequence.shares = False\n        self._sequences[slot] = sequence",
+        "        self._sequences[slot] = sequence",
+    ),
+    (
+        "a suspended sequence keeps its pages",
+        "CM-25",
+        "residents.py",
+        "        self._claims.vacate(sequence)\n        sequence.rebase(0)",
+        "        sequence.rebase(0)",
+    ),
+    (
+        "closing throws away",
+        "CM-26",
+        "residents.py",
+        "        self._publish_all(sequence)\n        if self._keeper.learns",
+        "        if self._keeper.learns",
+    ),
+    (
+        "closes under a step in flight",
+        "CM-26",
+        "residents.py",
+        "        if sequence.in_flight:\n            if not sequence.closing:",
+        "        if sequence.in_flight and batch is not None:\n            if not sequence.closing:",
+    ),
+    (
+        "one group goes down",
+        "CM-31",
+        "tiers/backup.py",
+        "        missing: Cells = known.pages != NO_PAGE\n",
+        "        missing: Cells = known.pages != NO_PAGE\n        missing[1:] = False\n",
+    ),
+    (
+        "what failed counts as arrived",
+        "CM-32",
+        "tiers/level.py",
+        "        gaps = ordinals[(arrival.lost & self.dense[:, None]).any(axis=0)]\n",
+        "        arrival.lost[:] = False\n        gaps = ordinals[:0]\n",
+    ),
+)
+_STRANGERS = (
+    ("plans evict", "CM-09", PlansAtOnce),
+    ("probes hold", "CM-09", HoldsWhatItFinds),
+    ("tenants share", "CM-13", OneCacheForAll),
+    ("parks, then looks at the length", "CM-15", ChecksAfterwards),
+    ("one request too many", "CM-30", GuessesCapacity),
+)
+MUTANTS = (
+    *(Mutant(each.name, each.clause, partial(_factory, each.make)) for each in specs.MUTANTS),
+    *(Mutant(name, clause, partial(_faulty, partial(listed, name))) for clause, name in _LISTED),
+    *(Mutant(name, clause, partial(_faulty, partial(planted, *text))) for name, clause, *text in _PLANTED),
+    *(Mutant(name, clause, partial(_stranger, manager)) for name, clause, manager in _STRANGERS),
+)
+
+
+def suite(made: contextlib.AbstractContextManager[type]) -> contextlib.AbstractContextManager[type]:
+    """The suite for what ``make()`` gave."""
+    return made

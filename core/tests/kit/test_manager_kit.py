@@ -1,0 +1,82 @@
+"""The suite for cache managers passes Kvist's own, and names the clause of what is wrong with others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from kit.mutants import specs
+from kit.mutants.managers import MUTANTS, Paged, suite
+from kit.mutants.planted import listed, planted
+
+from kvist import claim
+from kvist.manager import PagedCacheManager
+from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window
+from kvist.testing.manager import CacheManagerTests
+from kvist.testing.mixes import MIXES, Kind
+from kvist.testing.suites import run
+
+
+class TestPaged(Paged):
+    """As the author of a manager would write it."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS[len(specs.MUTANTS) :], ids=lambda mutant: mutant.name)
+def test_a_mutant_is_found_by_its_clause(mutant) -> None:
+    with suite(mutant.make()) as tests:
+        failures = run(tests, mutant.clause, first=True)
+    assert failures
+    assert f"\n{mutant.clause} " in str(failures[0]) and "\nchange: " in str(failures[0])
+    assert isinstance(failures[0].error, AssertionError), failures
+
+
+def test_a_manager_for_one_family_names_what_it_serves() -> None:
+    """Few options, one mix, and a spec of its own."""
+
+    class Plain(CacheManagerTests):
+        options = ()
+        seeds, examples = 3, 3
+        asked: ClassVar[set[tuple[str, ...]]] = set()
+
+        def manager(self, layout, **options):
+            self.asked.add(tuple(options))
+            return PagedCacheManager(layout)
+
+        def mixes(self):
+            return {"mine": (Kind(Window(5)), Kind(History(), width=2))}
+
+        def spec(self):
+            rows = [Stream(name, RowFormat((2, 8), "bfloat16"), History()) for name in ("k", "v")]
+            return CacheSpec([Layer(0, rows), Layer(3, rows)], 8, "mine", vocab_size=300, max_tokens=500)
+
+    assert run(Plain) == []
+    assert Plain.asked == {()}
+    assert {name for name, _ in Plain().layouts(4)} == {"mine", "spec()"}
+    for test, why in (
+        (Plain().test_every_group_travels_to_the_host_and_back, "not applicable: the manager does not take tiers"),
+        (Plain().test_states_begin_with_zeros, "not applicable: no mix has states"),
+    ):
+        with pytest.raises(pytest.skip.Exception) as caught:
+            test()
+        assert str(caught.value) == why
+
+
+def test_a_fault_lasts_as_long_as_it_is_planted() -> None:
+    before = claim.Claims.claim
+    with listed("claim: no hold"):
+        assert claim.Claims.claim is not before
+    assert claim.Claims.claim is before
+    for old, why in (
+        ("no such text", "the text 'no such text' occurs 0 times in claim.py, not once"),
+        ("from kvist.sequence import Sequence, Sources", "line 12 is in no function"),
+    ):
+        with pytest.raises(LookupError) as caught, planted("claim.py", old, ""):
+            pass
+        assert str(caught.value) == why
+
+
+def test_mixes_have_every_kind_of_retention() -> None:
+    kinds = [kind for mix in MIXES.values() for kind in mix]
+    assert {type(kind.retention).__name__ for kind in kinds} == {"History", "Window", "State", "Chunk"}
+    assert any(kind.draft for kind in kinds) and any(kind.tokens_per_row > 1 for kind in kinds)
+    assert any(kind.retention.ring for kind in kinds)
