@@ -16,14 +16,14 @@ from triton.compiler import ASTSource
 from kvist_mamba.kernels import conv, delta_net, mamba1, mamba2
 from kvist_mamba.kernels.rows import CHUNK_TOKENS
 
-ROWS = {name: "*i32" for name in ("starts", "sources", "targets", "short", "long", "chunks", "written")}
+ROWS = dict.fromkeys(("starts", "sources", "targets", "short", "long", "chunks", "written"), "*i32")
 ROWS |= {"token_starts": "*i32", "token_sources": "*i32"}
 #: A model in bfloat16 with recurrent states in float32, at most 2 GiB from page to page.
 TYPES = {
     **ROWS,
-    **{name: "*bf16" for name in ("inputs", "weight", "bias", "dt", "b", "c", "d", "dt_bias", "beta", "values")},
-    **{name: "*fp32" for name in ("conv", "u", "a", "sums", "log_decay", "states")},
-    **{name: "fp32" for name in ("dt_low", "dt_high", "scale")},
+    **dict.fromkeys(("inputs", "weight", "bias", "dt", "b", "c", "d", "dt_bias", "beta", "values"), "*bf16"),
+    **dict.fromkeys(("conv", "u", "a", "sums", "log_decay", "states"), "*fp32"),
+    **dict.fromkeys(("dt_low", "dt_high", "scale"), "fp32"),
 }
 CONV = {**TYPES, "states": "*bf16"}
 #: Nemotron-H: 128 heads of size 64 in 8 groups, 128 columns. Bamba-9B has 256 in one group.

@@ -159,4 +159,3 @@ class RecurrentBackendTests(AttentionBackendTests):
             written = torch.linalg.solve(system, beta * v)
             outputs.append(key_size**-0.5 * (left * (q @ k.T)) @ written)
         return torch.cat(outputs, dim=1)
-

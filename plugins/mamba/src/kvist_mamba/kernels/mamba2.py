@@ -186,6 +186,4 @@ def _chunked_scan(
         state = tl.exp(whole.to(tl.float32)) * state + added
         target = tl.load(targets + first + count - 1)
         if target >= 0:
-            tl.store(
-                states + target.to(tl.int64) * page_stride + own, state.to(states.dtype.element_ty), mask=mask
-            )
+            tl.store(states + target.to(tl.int64) * page_stride + own, state.to(states.dtype.element_ty), mask=mask)
