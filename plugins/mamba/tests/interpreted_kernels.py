@@ -22,7 +22,7 @@ from kvist_mamba.testing import RecurrentBackendTests, recurrent_case
 from kvist_mamba.triton_backend import TritonBackend
 
 #: Models whose layers the interpreter computes in a few seconds.
-QUICK = ("mamba2", "lfm2")
+QUICK = ("lfm2", "mamba")
 DOUBLE = torch.float64
 
 
