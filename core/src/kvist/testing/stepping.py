@@ -22,6 +22,7 @@ class Stepping(CacheBase):
                 or live.lost
                 or sequence.batch is not None
                 or sequence.undecided
+                or sequence.loading
                 or not draw(4)
             ):
                 continue
@@ -192,6 +193,7 @@ class Stepping(CacheBase):
         except StateError:
             sequence = live.sequence
             ready = live.stepped and (sequence.computed % self.block == 0 or sequence.reserved > sequence.computed)
+            ready = ready and not sequence.loading
             assert not ready, "join() refused a sequence that has its page"
 
     def leave(self, draw: Draw) -> None:
