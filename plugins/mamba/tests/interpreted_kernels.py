@@ -68,12 +68,13 @@ class Batch:
         return slice(int(self.starts[n]), int(self.starts[n + 1]))
 
     def states(self, *shape, dtype=torch.float32):
-        """Pages with gaps between them; only the rows' own hold anything."""
-        whole = torch.full((self.page_count, 2, *shape), torch.nan, dtype=dtype)
-        states = whole[:, 0]
+        """Pages with gaps between them; only the rows' own hold anything. What lies before the first page and between
+        them is another stream's."""
+        self.foreign = torch.full((self.page_count + 1, 2, *shape), 777.0, dtype=dtype)
+        states = self.foreign[1:, 0]
+        states.fill_(torch.nan)
         for n in self.real:
             states[self.sources[n]] = self.draw(*shape).to(dtype)
-        self.whole = whole
         return states
 
     def check(self, before, states, values, oracle, tolerance=1e-5):
@@ -87,7 +88,9 @@ class Batch:
                 torch.testing.assert_close(states[page].double(), state, rtol=tolerance, atol=tolerance)
             untouched[self.pages[n]] = False
         assert torch.equal(states[untouched].nan_to_num(9), before[untouched].nan_to_num(9))
-        assert self.whole[:, 1].isnan().all(), "what lies between the states is another stream's"
+        assert (self.foreign[:, 1] == 777).all() and (self.foreign[0] == 777).all()
+        for n in self.padding:
+            assert not values[self.part(n)].any()
 
 
 #: Rows that begin anywhere in the batch, none of them, padding among them; a state after every token of one; long rows
@@ -126,8 +129,6 @@ def test_convolution(batch, channels, columns, activation):
         return F.silu(want) if activation else want, reference.conv_states(history, columns, after)
 
     batch.check(before, states, sums, oracle)
-    for n in batch.padding:
-        assert not sums[batch.part(n)].any()
 
 
 def test_inputs_of_16_bits_are_kept_as_they_are():
@@ -303,6 +304,16 @@ def test_layers_put_out_what_those_of_transformers_do(model_type):
         for drive, own in zip(drives, requests)
     ]
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_16_bits():
+    """Its own projections between convolution and scan compute in its dtype."""
+    drive = Drive("mamba", backend=TritonBackend, dtype=torch.bfloat16)
+    request = drive.open(tokens(12))
+    for count in (9, 1, 2):
+        drive.step([(request, count, 0)])
+    assert request.output(min(drive.mixers))[1].dtype == torch.bfloat16
+    drive.check(request, 0.03)
 
 
 @pytest.mark.slow
