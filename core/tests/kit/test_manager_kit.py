@@ -85,6 +85,6 @@ def test_a_fault_lasts_as_long_as_it_is_planted() -> None:
 
 def test_mixes_have_every_kind_of_retention() -> None:
     kinds = [kind for mix in MIXES.values() for kind in mix]
-    assert {type(kind.retention).__name__ for kind in kinds} == {"History", "Window", "State", "Chunk"}
+    assert {type(kind.retention).__name__ for kind in kinds} == {"History", "Window", "State", "Checkpoint", "Chunk"}
     assert any(kind.draft for kind in kinds) and any(kind.tokens_per_row > 1 for kind in kinds)
     assert any(kind.retention.ring for kind in kinds)

@@ -81,8 +81,11 @@ class ByteValues(Values):
     def _advance(self, group: Group, table: IntArray, start: int, before: int, values: Array, drafts: int) -> None:
         pages = self.pages[group.index]
         if not group.retention.draft_pages:
+            numbers = state_rows(group.retention)
+            # What a page remembers is its own affair: each part that has the room stands for all of it.
             for part in group.parts:
-                numbers = state_rows(group.retention)
+                if part.byte_count < 8 * numbers:
+                    continue
                 page = pages[table[0], part.offset : part.offset + 8 * numbers].view(np.int64)
                 own = np.array([_mixed(part, value) for value in values], np.int64)
                 self._replay(group, page, start, _mixed(part, before) if start else 0, own, drafts)

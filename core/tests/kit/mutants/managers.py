@@ -169,8 +169,8 @@ _PLANTED = (
         "closing throws away",
         "CM-26",
         "residents.py",
-        "        self._publish_all(sequence)\n        if self._keeper.learns",
-        "        if self._keeper.learns",
+        "        self._publish_all(sequence)\n        self._end(sequence)",
+        "        self._end(sequence)",
     ),
     (
         "closes under a step in flight",
