@@ -70,6 +70,8 @@ class DecodeBatch:
             )
         if sequence.loading:
             raise StateError("join() of a sequence that is loading", hint="poll() until it is not")
+        if sequence.arriving:
+            raise StateError("join() of a sequence that is arriving", hint="wait for its transfer, then call landed()")
         computed = sequence.computed
         if (
             sequence.sources is not None

@@ -14,6 +14,7 @@ from kvist.defrag import Defragmenter
 from kvist.errors import StateError
 from kvist.events import Events, Listener
 from kvist.eviction import Eviction, choose, evict
+from kvist.handover import Handovers
 from kvist.keeper import Keeper
 from kvist.layout import KEPT_ROLLBACK, Layout
 from kvist.ledger import Ledger
@@ -30,6 +31,7 @@ from kvist.states import States
 from kvist.stats import ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray
 from kvist.tiers.lower import LowerTiers
+from kvist.watches import TreeWatch
 
 
 class Books:
@@ -70,6 +72,8 @@ class Books:
         )
         self._sequences: dict[int, Sequence] = {}
         self._defragmenter = Defragmenter(layout, self._keeper, self._ledger, self._tables, self._owed, self._sequences)
+        self._handovers = Handovers(layout, self._ledger, self._tree, self._tables, self._claims.released)
+        self._defragmenter.copying.append(self._handovers)
         self._in_flight: dict[int, Plan] = {}
         #: The latest step that was completed, or cancelled after it had begun.
         self._newest_run = 0
@@ -95,7 +99,7 @@ class Books:
 
     def check(self) -> None:
         lower = self._lower
-        pins = [] if lower is None else list(lower.device.pins.values())
+        pins = [*self._handovers.pins, *(() if lower is None else lower.device.pins.values())]
         faults = faults_of(self._ledger, self._tree, self._tables, list(self._sequences.values()), pins)
         if lower is not None:
             faults += tier_faults(lower)
@@ -104,7 +108,11 @@ class Books:
 
     def listen(self, max_blocks: int = 1 << 16) -> Listener:
         if self._events is None:
-            self._events = Events(self.layout, self._tree)
+            events = Events()
+            events.add(TreeWatch(events, self.layout, self._tree))
+            if self._lower is not None:
+                self._lower.watch(events)
+            self._events = events
         return self._events.attach(max_blocks)
 
     def capacity(self, chunk_tokens: int | None = None) -> Capacity:
@@ -131,6 +139,7 @@ class Books:
             self._tree.extent_count,
             group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
             () if self._lower is None else self._lower.stats(tally),
+            tally.received_tokens,
         )
 
     def _changed(self) -> None:
@@ -186,6 +195,26 @@ class Books:
         self._evict(eviction)
         return True
 
+    def _new_pages(self, needed: list[int]) -> list[IntArray] | None:
+        """Pages that no step in other hands touches any more, with one lease each. None, and nothing changes, without
+        room."""
+        in_use = self._pages_in_use()
+        wanted = [count + len(pages) for count, pages in zip(needed, in_use)]
+        if not self._take_room(wanted):
+            return None
+        if len(wanted) > 1:
+            self._ledger.arena.gather(wanted)
+        new = []
+        for group, count in enumerate(wanted):
+            pages = self._ledger.allocate(group, count)
+            if in_use[group]:
+                pages = pages[np.argsort(np.isin(pages, in_use[group]), kind="stable")]
+            chosen, rest = np.split(pages, [needed[group]])
+            if len(rest):
+                self._ledger.release(group, rest)
+            new.append(chosen)
+        return new
+
     def _pages_in_use(self) -> list[SequenceOf[int]]:
         """Per group the pages whose bytes steps in flight and the next one copy from or to: they are executed after
         their commit, and copies between tiers would not wait for that."""
@@ -222,6 +251,11 @@ class Books:
         if sequence.closed or sequence.closing:
             raise StateError(f"{call} of a closed sequence", hint="open a new one")
         self._require_own(sequence, call)
+        if sequence.arriving:
+            raise StateError(
+                f"{call} of a sequence whose rows are on their way from another process",
+                hint="wait for its transfer to end, then call landed() or give_up()",
+            )
         sequence.settle()
         if sequence.in_flight or sequence.batch is not None:
             raise StateError(

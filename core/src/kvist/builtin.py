@@ -1,4 +1,4 @@
-"""The core's own plugin: the attention backends that need nothing beside torch.
+"""The core's own plugin: the attention backends that need nothing beside torch, and the built-in transports.
 
 No cache manager is here, because the core knows no model; a family's plugin brings it.
 """
@@ -6,7 +6,7 @@ No cache manager is here, because the core knows no model; a family's plugin bri
 from __future__ import annotations
 
 from kvist.hookspecs import hookimpl
-from kvist.records import ANY, AttentionBackendInfo
+from kvist.records import ANY, AttentionBackendInfo, TransceiverInfo
 
 KVIST_SPEC = (1, 0)
 
@@ -39,4 +39,12 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             install_hint=_INSTALL_HINT,
             requires=("torch",),
         ),
+    ]
+
+
+@hookimpl
+def kvist_transceivers() -> list[TransceiverInfo]:
+    """Inside one process, for tests and demonstrations."""
+    return [
+        TransceiverInfo(name="local", factory="kvist.transfer.local:LocalTransport", schemes=("local",)),
     ]

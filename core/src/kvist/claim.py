@@ -11,6 +11,7 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.match import Match
 from kvist.sequence import Sequence, Sources, Tables
 from kvist.step import NO_PAGE, IntArray, present
+from kvist.wishes import spans
 
 
 class Claims:
@@ -54,6 +55,9 @@ class Claims:
                 break
         sequence.published, sequence.shared, sequence.block_count = boundary, whole, whole
         sequence.advance(length)
+        if sequence.tip is not None and (sequence.wishes or self._tree.wished):
+            for low, high, wish in spans(sequence.wishes, 0, whole):
+                self._tree.wish(sequence.tip, low, high, wish)
         sources = self._sources(match.pages, length)
         if source_of is not None and any(page != NO_PAGE for page in sources):
             # What lies behind the block that is copied must stay evictable: the sequence may need its room.
@@ -117,7 +121,7 @@ class Claims:
         self._tables.clear(slot, max(blocks, sequence.state_columns))
         self.drop_sources(sequence, used=True)
         if sequence.tip is not None:
-            self._released(self._tree.release(sequence.tip))
+            self.released(self._tree.release(sequence.tip))
             sequence.tip = None
         sequence.block_count = sequence.published = sequence.shared = sequence.state_columns = 0
 
@@ -129,13 +133,13 @@ class Claims:
             for group, page in enumerate(sources.pages):
                 if page != NO_PAGE and self._ledger.sparse[group]:
                     self._ledger.release(group, np.array([page], np.int32))
-            self._released(self._tree.release(sources.extent, used=used))
+            self.released(self._tree.release(sources.extent, used=used))
 
     def forget(self) -> list[int]:
         """Empty the prefix tree of all that nobody holds, and hide the rest. Returns the freed pages per group."""
         removed, kept = self._tree.forget()
         before = list(self._ledger.arena.taken_count)
-        self._released(removed)
+        self.released(removed)
         for extent in kept:
             for group, sparse in enumerate(self._ledger.sparse):
                 if sparse:
@@ -144,7 +148,8 @@ class Claims:
                     row[:] = NO_PAGE
         return [then - now for now, then in zip(self._ledger.arena.taken_count, before)]
 
-    def _released(self, removed: list[IntArray]) -> None:
+    def released(self, removed: list[IntArray]) -> None:
+        """Give up pages ``[groups, n]`` that left the tree."""
         for pages in removed:
             for group, row in enumerate(pages):
                 self._ledger.unpublish(group, present(row))

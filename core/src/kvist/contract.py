@@ -11,12 +11,14 @@ import numpy.typing as npt
 from kvist.batch import DecodeBatch
 from kvist.capacity import Capacity
 from kvist.events import Listener
+from kvist.handover import Hold, Landing
 from kvist.layout import Layout
 from kvist.plan import Plan, Run
 from kvist.sequence import Sequence
 from kvist.spec import Scope
 from kvist.stats import Cleared, ManagerStats
 from kvist.step import Step
+from kvist.wishes import Wishes
 
 
 class CacheManager(Protocol):
@@ -35,13 +37,20 @@ class CacheManager(Protocol):
         """Batches of copies between tiers that ``poll`` has not taken in yet."""
 
     def open(
-        self, tokens: npt.ArrayLike, scope: Scope = ..., *, reuse: bool = True, restore_at: SequenceOf[int] = ()
+        self,
+        tokens: npt.ArrayLike,
+        scope: Scope = ...,
+        *,
+        reuse: bool = True,
+        restore_at: SequenceOf[int] = (),
+        wishes: Wishes | None = None,
     ) -> Sequence:
         """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
 
         A read-only int32 array is kept, so nobody may write to its memory afterwards; anything else is copied.
         reuse: ``False`` takes nothing from the cache and gives nothing to it.
         restore_at: positions, rounded down to blocks, at which later prompts should be able to resume.
+        wishes: how long its blocks should stay in the cache, softly; forks have the same.
         Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
         """
 
@@ -116,6 +125,35 @@ class CacheManager(Protocol):
         False, and nothing changes, when there is nothing to bring or no room for it now: compute the tokens, or try
         again later. Raises StateError as ``suspend`` does, and for a suspended sequence.
         """
+
+    def hand_over(self, sequence: Sequence) -> Hold:
+        """Close a sequence for somebody who still reads its pages, e.g. because they are sent to another process: the
+        pages stay until the hold is released, and what was computed is published as by ``close``.
+
+        Raises StateError as ``suspend`` does, for a sequence that has computed nothing, is suspended or loading, and
+        while a step that is still to run copies one of its pages.
+        """
+
+    def lend(self, sequence: Sequence) -> Hold:
+        """Keep the whole blocks that a sequence has published, for somebody who reads them while it goes on: those of
+        groups that keep every block. Raises StateError as ``hand_over`` does."""
+
+    def land(self, tokens: npt.ArrayLike, scope: Scope = ..., *, length: int | None = ...) -> Landing:
+        """A new sequence for ``tokens``, the rows of the first ``length`` of which (default: of all) are to be written
+        by somebody else: it holds what is cached, whole blocks only, and new pages for the rest. Nothing can be done
+        with it, and nobody finds what is written, until ``landed`` or ``give_up``.
+
+        Raises RequestError and CapacityError as ``open`` does, RequestError also for a length out of range, and
+        CapacityError when there is no room now.
+        """
+
+    def landed(self, landing: Landing) -> Sequence:
+        """All rows of a landing are written and nobody writes to its pages any more: publish them, and let the sequence
+        go on. Raises StateError for a landing that is over."""
+
+    def give_up(self, landing: Landing) -> Hold:
+        """The rows do not come: close the sequence, and publish nothing. Its pages stay until the hold is released,
+        which must wait until nobody can write to them. Raises StateError for a landing that is over."""
 
     def poll(self) -> None:
         """Take in finished copies between tiers and submit new ones. Cheap; call it once a step, before ``plan``, and

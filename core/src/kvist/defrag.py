@@ -32,7 +32,7 @@ MOST_PART = 8
 
 
 class Copying(Protocol):
-    """Copies between tiers in progress."""
+    """Copies in progress, to or from other tiers or processes."""
 
     def held(self) -> Iterable[Extent]:
         """Extents that they hold."""
@@ -64,8 +64,8 @@ class Defragmenter:
         self._tables = tables
         self._owed = owed
         self._sequences = sequences
-        #: Where there are tiers below the device.
-        self.copying: Copying | None = None
+        #: Copies between tiers, and transfers to other processes.
+        self.copying: list[Copying] = []
         self._exact = [group.index for group in layout.groups if group.exact]
         self._limit_bytes = layout.arena_bytes // MOST_PART
         arena = ledger.arena
@@ -222,14 +222,14 @@ class Defragmenter:
         return [int(np.count_nonzero(~slabs[arena.slabs_of(group)])) for group, slabs in enumerate(fixed)]
 
     def _fixed_slabs(self) -> list[npt.NDArray[np.bool_]]:
-        """Per group and slab, does it hold a page that a step in flight names?"""
+        """Per group and slab, does it hold a page that a step in flight or a transfer names?"""
         per_slab = self._ledger.arena.pages_per_slab
         fixed = [np.zeros(self._layout.slab_count, np.bool_) for _ in per_slab]
-        if self.copying is not None:
-            for group, touched in self.copying.touched():
+        for each in self.copying:
+            for group, touched in each.touched():
                 fixed[group][touched // per_slab[group]] = True
         for sequence in self._sequences.values():
-            if not sequence.in_flight:
+            if not sequence.in_flight and not sequence.arriving:
                 continue
             for group, table in enumerate(self._tables.arrays):
                 exact = group in self._exact
@@ -245,7 +245,7 @@ class Defragmenter:
         """Every extent, those too that are kept by a hold only and cannot be found any more."""
         yield from self._tree.extents()
         seen: set[int] = set()
-        held = [] if self.copying is None else list(self.copying.held())
+        held = [extent for each in self.copying for extent in each.held()]
         for sequence in self._sequences.values():
             sources = sequence.sources
             held += [

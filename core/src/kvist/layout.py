@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 
@@ -39,6 +39,34 @@ class PageLayout(Protocol):
 
 
 @attrs.frozen
+class Order:
+    """Where rows, and the units of a row, lie in a part. A unit is an element of a row's axis 0, e.g. a head.
+
+    by_unit: ``True``: unit after unit, each with all its rows, arranged alike however many units there are. ``False``:
+        row after row, as the spec describes them.
+    run_rows: rows that only make sense together; a part's rows are runs of so many, one after the other.
+    """
+
+    by_unit: bool
+    run_rows: int = 1
+
+
+@runtime_checkable
+class OrderedPageLayout(PageLayout, Protocol):
+    """A page layout that says where units and rows lie, so that caches of other tensor-parallel sizes and other blocks
+    can be transferred. Those of a layout that does not say it move as whole pages only."""
+
+    def order(self, stream: Stream, row_count: int) -> Order | None:
+        """The order in a part of ``row_count`` rows of ``stream``, which begins with the first of them; ``None`` for a
+        stream whose order is nobody's business."""
+
+
+def order_of(page_layout: PageLayout, stream: Stream, row_count: int) -> Order | None:
+    """What ``page_layout`` says about the order of a part, ``None`` if it says nothing."""
+    return page_layout.order(stream, row_count) if isinstance(page_layout, OrderedPageLayout) else None
+
+
+@attrs.frozen
 class RowMajor:
     """Rows one after the other, as the spec describes them. The default arrangement."""
 
@@ -47,16 +75,23 @@ class RowMajor:
     def part_bytes(self, stream: Stream, row_count: int) -> int:
         return row_count * stream.row.row_bytes
 
+    def order(self, stream: Stream, row_count: int) -> Order:
+        return Order(by_unit=False)
+
 
 @attrs.frozen
 class Part:
-    """One stream of one layer inside a page: ``byte_count`` bytes from ``offset``, ``row_count`` rows."""
+    """One stream of one layer inside a page: ``byte_count`` bytes from ``offset``, ``row_count`` rows.
+
+    order: how they lie there; ``None`` where the page layout does not say.
+    """
 
     layer_id: int
     stream: Stream
     offset: int
     byte_count: int
     row_count: int
+    order: Order | None = None
 
 
 @attrs.frozen
@@ -336,7 +371,9 @@ def _contents(spec: CacheSpec, arrangement: PageLayout) -> list[tuple[Retention,
                 )
             # Parts start where any element type may start.
             offset = ceil_div(ends.get(stream.retention, 0), 16) * 16
-            grouped.setdefault(stream.retention, []).append(Part(layer.id, stream, offset, byte_count, row_count))
+            order = order_of(arrangement, stream, row_count)
+            part = Part(layer.id, stream, offset, byte_count, row_count, order)
+            grouped.setdefault(stream.retention, []).append(part)
             ends[stream.retention] = offset + byte_count
     return [(retention, tuple(parts), ends[retention]) for retention, parts in grouped.items()]
 

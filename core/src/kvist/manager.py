@@ -9,8 +9,8 @@ from kvist.batch import DecodeBatch
 from kvist.contract import CacheManager
 from kvist.errors import RequestError, StateError
 from kvist.eviction import NOTHING, Eviction
+from kvist.exchange import Exchange
 from kvist.plan import Plan, Run, Shortage, accepted_counts, ordered_runs
-from kvist.residents import Residents
 from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence
 from kvist.step import Step
@@ -31,7 +31,7 @@ __all__ = [
 _NO_RUNS: list[Run] = []
 
 
-class PagedCacheManager(Residents):
+class PagedCacheManager(Exchange):
     """Implements :class:`CacheManager` for any mix of retentions on one arena.
 
     layout: from ``Layout.build``; its arena is this manager's alone.

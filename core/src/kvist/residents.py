@@ -19,6 +19,7 @@ from kvist.stats import Cleared
 from kvist.tiers.config import Tiers
 from kvist.tiers.lower import LowerTiers, Owner
 from kvist.tiers.transfer import Transfer
+from kvist.wishes import Wishes
 
 _DEFAULT_SCOPE = Scope()
 
@@ -36,9 +37,9 @@ class Residents(Books):
     ) -> None:
         super().__init__(layout, restore, backoff_tokens, eviction)
         if tiers is not None:
-            owner = Owner(self._take_room, self._pages_in_use, self._take_again, self._limits)
+            owner = Owner(self._new_pages, self._pages_in_use, self._take_again, self._limits)
             self._lower = LowerTiers(owner, tiers, layout, self._tree, self._ledger, backoff_tokens)
-            self._defragmenter.copying = self._lower.device
+            self._defragmenter.copying.append(self._lower.device)
 
     def open(
         self,
@@ -47,6 +48,7 @@ class Residents(Books):
         *,
         reuse: bool = True,
         restore_at: SequenceOf[int] = (),
+        wishes: Wishes | None = None,
     ) -> Sequence:
         prompt = frozen_tokens(as_prompt(tokens, self.layout.spec))
         length = len(prompt)
@@ -55,6 +57,8 @@ class Residents(Books):
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
         if reuse:
+            if wishes is not None:
+                sequence.wishes = wishes.by_block(length, self._block)
             match = self._match(prompt, scope, length - 1)
             self._claims.claim(sequence, match)
             self._found(sequence, match)
@@ -79,6 +83,11 @@ class Residents(Books):
         if sequence.closed:
             return
         self._require_own(sequence, "close()")
+        if sequence.arriving:
+            raise StateError(
+                "close() of a sequence whose rows are on their way from another process",
+                hint="give_up() its landing; the pages stay until nobody writes to them any more",
+            )
         batch = sequence.batch
         if batch is not None and not sequence.has_left:
             batch.leave(sequence)
@@ -88,19 +97,9 @@ class Residents(Books):
                 self._closing.append(sequence)
                 self._epoch += 1
             return
-        self._epoch += 1
         self._tally.catch_up((sequence,))
         self._publish_all(sequence)
-        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
-            cached = self._ledger.arena.taken_count[0] * self._block
-            self._keeper.ended(
-                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
-            )
-        self._leave_tiers(sequence)
-        self._claims.vacate(sequence)
-        self._tables.release(sequence.slot)
-        del self._sequences[sequence.slot]
-        sequence.closed = True
+        self._end(sequence)
 
     def suspend(self, sequence: Sequence) -> None:
         self._require_idle(sequence, "suspend()")
@@ -142,6 +141,7 @@ class Residents(Books):
             # All that it has came from the prefix tree: a second look gives the same.
             if not sequence.started and sequence.origin == "opened":
                 child = self.open(sequence.tokens, sequence.scope)
+                child.wishes = sequence.wishes
             else:
                 child = self._child(sequence)
                 self._reclaim(child, sequence.computed + self._backoff, suspended=False)
@@ -185,6 +185,8 @@ class Residents(Books):
     def poll(self) -> None:
         if self._lower is not None and self._lower.poll():
             self._epoch += 1
+        if self._events is not None:
+            self._events.catch_up()
 
     @property
     def copying(self) -> int:
@@ -195,6 +197,7 @@ class Residents(Books):
         """An empty sequence with the same tokens, which is no request of its own."""
         child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
         child.origin = "forked"
+        child.wishes = sequence.wishes
         self._sequences[child.slot] = child
         return child
 
@@ -203,6 +206,22 @@ class Residents(Books):
         if self._has_states:
             self._states.donate(sequence)
         self._publisher.publish(sequence, ended=True)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take everything from a sequence that has published what it has, and close it."""
+        self._epoch += 1
+        if sequence.shares and sequence.computed > sequence.reused:
+            if self._keeper.learns:
+                cached = self._ledger.arena.taken_count[0] * self._block
+                self._keeper.ended(
+                    sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
+                )
+            self._tree.pass_time(sequence.committed)
+        self._leave_tiers(sequence)
+        self._claims.vacate(sequence)
+        self._tables.release(sequence.slot)
+        del self._sequences[sequence.slot]
+        sequence.closed = True
 
     def _park(self, sequence: Sequence) -> None:
         """Give up what a sequence holds until it is reclaimed."""

@@ -88,9 +88,10 @@ class ManagerStats:
     """Totals since the manager was made. Work of refused or cancelled steps is not in them: a sequence counts when its
     first step completes, and however often it was opened, planned, refused or resumed before, it counts once.
 
-    requests: opened sequences. prompt_tokens: their prompts; ``reused_tokens`` of them came from the cache, and the
-        others were computed. resumes: times that a sequence went on after it was suspended, with ``resumed_tokens``
-        taken back in all. forks: forked sequences, which began with ``forked_tokens`` in all.
+    requests: opened sequences. prompt_tokens: their prompts; ``reused_tokens`` of them came from the cache,
+        ``received_tokens`` from another process, and the others were computed. resumes: times that a sequence went on
+        after it was suspended, with ``resumed_tokens`` taken back in all. forks: forked sequences, which began with
+        ``forked_tokens`` in all.
     computed_tokens: rows written by completed steps, rejected drafts not counted. steps: completed ones.
     """
 
@@ -107,6 +108,7 @@ class ManagerStats:
     extents: int
     groups: tuple[GroupStats, ...]
     tiers: tuple[TierStats, ...] = ()
+    received_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -131,6 +133,7 @@ _COUNTERS = (
     "requests",
     "prompt_tokens",
     "reused_tokens",
+    "received_tokens",
     "resumes",
     "resumed_tokens",
     "forks",
@@ -156,7 +159,7 @@ class Tally:
     """The counters, kept by a manager."""
 
     def __init__(self, group_count: int) -> None:
-        self.requests = self.prompt_tokens = self.reused_tokens = 0
+        self.requests = self.prompt_tokens = self.reused_tokens = self.received_tokens = 0
         self.resumes = self.resumed_tokens = self.forks = self.forked_tokens = 0
         self.computed_tokens = self.steps = 0
         #: Of the reused and of the resumed tokens those that came up from the host and from the disk.
@@ -184,6 +187,7 @@ class Tally:
             self.requests += 1
             self.prompt_tokens += sequence.prompt_length
             self.reused_tokens += sequence.reused
+            self.received_tokens += sequence.received
             if sequence.limited_by is not None:
                 self.lost_tokens[sequence.limited_by.index] += sequence.lost
 

@@ -17,10 +17,12 @@ from kvist.attention.geometry import GQALayer, check_inputs, gqa_layer, gqa_laye
 from kvist.attention.gqa import GQAInputs
 from kvist.attention.native import KernelUnavailableError, LayerArguments, StepArguments, load_kernel
 from kvist.errors import SpecError, StateError
-from kvist.layout import PageLayout
+from kvist.layout import Order, PageLayout
 from kvist.spec import CacheSpec, Stream
 from kvist.step import IntArray, Step
 
+#: Tokens of a tile of keys, as the kernel has them.
+_TILE_TOKENS = 16
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _DTYPES.items()}
 
@@ -37,6 +39,11 @@ class KeyTiles:
     def part_bytes(self, stream: Stream, row_count: int) -> int:
         """Exactly the rows."""
         return row_count * stream.row.row_bytes
+
+    def order(self, stream: Stream, row_count: int) -> Order:
+        """Head after head; of keys a tile is one piece."""
+        tile = _TILE_TOKENS if row_count % _TILE_TOKENS == 0 else row_count
+        return Order(by_unit=True, run_rows=tile if stream.name == "k" else 1)
 
 
 class NativeCpuBackend(AttentionBackend):

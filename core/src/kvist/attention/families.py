@@ -9,7 +9,7 @@ import attrs
 
 from kvist.attention.base import AttentionBackend, BackendContext
 from kvist.errors import SpecError
-from kvist.layout import PageLayout
+from kvist.layout import Order, PageLayout, order_of
 from kvist.spec import CacheSpec, Stream
 from kvist.step import Step
 
@@ -38,6 +38,9 @@ class FamilyPages:
 
     def part_bytes(self, stream: Stream, row_count: int) -> int:
         return self.arrangements[stream].part_bytes(stream, row_count)
+
+    def order(self, stream: Stream, row_count: int) -> Order | None:
+        return order_of(self.arrangements[stream], stream, row_count)
 
 
 def page_layout(needs: Mapping[str, Need], backends: Mapping[str, type[AttentionBackend]]) -> PageLayout:

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvist.events import Events
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.memory.mover import Tier
@@ -23,21 +24,22 @@ from kvist.tiers.content import Content
 from kvist.tiers.level import Arrival, Level, Pin
 from kvist.tiers.search import DEVICE, DISK, HOST, Found, Search
 from kvist.tiers.transfer import Flights, Part, Transfer, part_of, spread
+from kvist.watches import DiskWatch, TreeWatch
 
 
 @attrs.frozen(eq=False)
 class Owner:
     """What loads need from the manager.
 
-    take_room: evict on the device until so many pages per group are free. False, and nothing changes, when they cannot
-        be.
+    new_pages: so many pages per group on the device, with one lease each, that no step in other hands touches any more.
+        None, and nothing changes, when there is no room.
     pages_in_use: pages per group that a step still to be executed may copy from or write although nobody holds them.
     take_again: give up what an idle sequence holds, let the transfer arrive, and claim up to so many tokens again.
     limits: for a run of so many tokens and a limit of its reuse: the limit there is, and must reuse end at a block
         boundary?
     """
 
-    take_room: Callable[[list[int]], bool]
+    new_pages: Callable[[list[int]], list[IntArray] | None]
     pages_in_use: Callable[[], list[SequenceOf[int]]]
     take_again: Callable[[Sequence, int, Transfer], None]
     limits: Callable[[int, int], tuple[int, bool]]
@@ -73,6 +75,15 @@ class LowerTiers:
         self._down = {tier: [0 for _ in layout.groups] for tier in names}
         self._up = {tier: [0 for _ in layout.groups] for tier in names}
         self._failed = dict.fromkeys(names, 0)
+
+    def watch(self, events: Events) -> None:
+        """Let listeners know of every lower tier too."""
+        above = Tier.DEVICE
+        if self.host is not None:
+            events.add(TreeWatch(events, self.device.ledger.layout, self.host.tree, Tier.HOST))
+            above = Tier.HOST
+        if self._content is not None:
+            events.add(DiskWatch(events, self._content.disk, above))
 
     @property
     def copying(self) -> int:
@@ -224,7 +235,7 @@ class LowerTiers:
             chosen = found.cells(HOST)
             last = int(np.flatnonzero(chosen.any(axis=0))[-1]) + 1
             pins.append((self.host, self.host.pin(found.host, last, chosen[:, :last])))
-        new = self._new_pages(cells.sum(axis=1).tolist())
+        new = self._owner.new_pages(cells.sum(axis=1).tolist())
         if new is None:
             for level, pin in [*pins, (self.device, kept)]:
                 level.unpin(pin, used=False)
@@ -248,22 +259,6 @@ class LowerTiers:
         columns = columns[::-1]
         keys = tuple(found.keys[ordinal] for ordinal in ordinals[columns].tolist())
         return part_of(None, self.device, columns, cells[:, columns], None, pages[:, columns], keys)
-
-    def _new_pages(self, needed: list[int]) -> list[IntArray] | None:
-        """Pages on the device that no step in other hands touches any more. None, and nothing changes, without room."""
-        in_use = self._owner.pages_in_use()
-        wanted = [count + len(pages) for count, pages in zip(needed, in_use)]
-        if not self._owner.take_room(wanted):
-            return None
-        new = []
-        for group, pages in enumerate(self.device.take(wanted)):
-            if in_use[group]:
-                pages = pages[np.argsort(np.isin(pages, in_use[group]), kind="stable")]
-            chosen, rest = np.split(pages, [needed[group]])
-            if len(rest):
-                self.device.ledger.release(group, rest)
-            new.append(chosen)
-        return new
 
     def _give_up(self, transfer: Transfer) -> None:
         if transfer.target is not None and transfer.arrival is not None:
