@@ -3,12 +3,12 @@
 `deepseek.max_logit_error` is the largest difference of a logit from transformers', over a tiny model with every kind of
 layer in float32, computed at once, token by token, in chunks and with drafts that are taken back.
 
-`deepseek.bytes_per_token_flash` and `_pro` are what a token adds to the history, in bfloat16, padding included. Beside them
-stands what a scheduler charges that counts every row of every kind for every token, windows and states too, as
+`deepseek.bytes_per_token_flash` and `_pro` are what a token adds to the history, in bfloat16, padding included. Beside
+them stands what a scheduler charges that counts every row of every kind for every token, windows and states too, as
 TensorRT-LLM's does for a prompt.
 
-`deepseek.reuse_of_all_tails` replays the agentic trace on V4-Flash's cache without a limit of memory, with what windows and
-states need kept at ends, branches and every 128 blocks, and beside it with all of it kept at every block:
+`deepseek.reuse_of_all_tails` replays the agentic trace on V4-Flash's cache without a limit of memory, with what windows
+and states need kept at ends, branches and every 512 blocks, and beside it with all of it kept at every block:
 `deepseek.tail_bytes_of_all_tails` is what it then holds of the latter's bytes.
 """
 
@@ -45,7 +45,7 @@ _BLOCK_TOKENS = 128
 #: More than the trace can fill.
 _NO_LIMIT = 1 << 42
 #: Blocks between regular restore points.
-_EVERY = 128
+_EVERY = 512
 
 #: The released schedules, with the multi-token prediction layer's ratio at the end.
 MODELS: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def reuse(options: argparse.Namespace) -> list[Figure]:
     every, all_tails = replayed(requests, 1)
     harness.progress("| restore points | reused | of all tails | tails | of all tails |\n|---|--:|--:|--:|--:|")
     found = {1: (100.0, 100.0)}
-    for blocks in (1, _EVERY) if options.quick else (1, 16, 64, _EVERY, 512, None):
+    for blocks in (1, _EVERY) if options.quick else (1, 16, 128, _EVERY, None):
         result, tails = (every, all_tails) if blocks == 1 else replayed(requests, blocks)
         share, size = 100 * result.reused_tokens / every.reused_tokens, 100 * tails / all_tails
         if blocks is not None:
