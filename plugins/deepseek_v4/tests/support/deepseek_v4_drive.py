@@ -201,6 +201,21 @@ class Cache:
         self.memory.save(step)
         self.manager.complete(step, [count + kept for _, count, _, kept in ordered])
 
+    def outputs(self, request: Request, step: Any) -> list[torch.Tensor]:
+        """What the layers put out in a step of one request alone, by layer."""
+        positions, found = torch.from_numpy(step.positions), []
+        for layer in self.layers:
+            with torch.inference_mode():
+                output, _ = self.model.model.layers[layer].self_attn(
+                    request.states[layer][step.positions][None],
+                    position_embeddings=embeddings(self.model, positions),
+                    position_ids=positions[None],
+                    attention_mask=None,
+                    **self.adapter.arguments,
+                )
+            found.append(output[0])
+        return found
+
     def finish(self, request: Request, chunk: int | None = None) -> None:
         """Compute what is left, in chunks."""
         while left := len(request.sequence.tokens) - request.sequence.computed:
