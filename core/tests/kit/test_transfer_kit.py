@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from kit.mutants.base import Mutant
+from kit.mutants.transceivers import MUTANTS, LocalAuthor
+
+from kvist.testing.suites import run
 from kvist.testing.transfer import TransceiverTests, TransportTests
-from kvist.transfer.local import LocalTransport
-
-
-class Local:
-    factory = "kvist.transfer.local:LocalTransport"
-    between_processes = False
-    quiet_s = 0.0
-
-    def kill(self, transport: LocalTransport) -> None:
-        transport.network.kill(transport)
 
 
 class Tcp:
@@ -23,7 +18,7 @@ class Shm:
     factory = "kvist.transfer.shm:ShmTransport"
 
 
-class TestLocal(Local, TransportTests):
+class TestLocal(LocalAuthor, TransportTests):
     pass
 
 
@@ -35,7 +30,7 @@ class TestShm(Shm, TransportTests):
     pass
 
 
-class TestLocalTransceiver(Local, TransceiverTests):
+class TestLocalTransceiver(LocalAuthor, TransceiverTests):
     pass
 
 
@@ -45,3 +40,14 @@ class TestTcpTransceiver(Tcp, TransceiverTests):
 
 class TestShmTransceiver(Shm, TransceiverTests):
     pass
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_clauses_test_finds_it(mutant: Mutant, monkeypatch) -> None:
+    # What does not happen over the local transport never will.
+    monkeypatch.setattr("kvist.testing.transfer.author.LONG_S", 0.3)
+    monkeypatch.setattr("kvist.testing.transfer.world.LONG_S", 0.3)
+    with mutant.make() as suite:
+        failures = run(suite, mutant.clause, first=True)
+    assert failures, f"{mutant.name}: no test of {mutant.clause} failed"
+    assert mutant.clause in str(failures[0])
