@@ -83,7 +83,7 @@ def test_a_cancel_of_the_sender_while_it_is_read():
     assert held(nodes.prefill) == 0 and receiving.outcome == DONE
     nodes.decode.close(nodes.decode.taken(receiving))
     early = nodes.prefill.transfers.begin("s")
-    receiving = nodes.decode.receive("s", 8, nodes.prefill)
+    receiving = nodes.decode.receive("s", 8, nodes.prefill, first=600)
     nodes.prefill.transfers.cancel(early)
     nodes.run()
     assert not receiving.outcome.ok and receiving.outcome.reason.endswith("it was cancelled")
