@@ -111,7 +111,7 @@ class ShmTransport(TcpTransport):
         try:
             descriptor = os.memfd_create(f"kvist-{self.name}", os.MFD_CLOEXEC)
             try:
-                os.posix_fallocate(descriptor, 0, byte_count)
+                os.ftruncate(descriptor, byte_count)
                 mapping = mmap.mmap(descriptor, byte_count)
             except BaseException:
                 os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import socket
 import struct
 from collections import deque
@@ -258,5 +259,5 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def reason_of(error: OSError) -> str:
-    """In words."""
-    return error.strerror or str(error)
+    """In words, without what libraries add to them."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
