@@ -13,6 +13,7 @@ import pytest
 from kvist import hookspecs, records
 from kvist.plugins import discovery, load, plan
 from kvist.registry import Registry
+from kvist_mamba.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -116,3 +117,27 @@ def test_watching_the_cache_runs_as_it_stands(capsys):
     assert len(blocks) == 5
     exec(compile("\n".join(blocks), "watch-the-cache.md", "exec"), {"__name__": "how-to"})
     assert "2 requests, 66% of their 150 prompt tokens reused" in capsys.readouterr().out
+
+
+def test_wishing_what_stays_runs_as_it_stands():
+    text = (ROOT / "docs" / "how-to" / "wish-what-stays.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {"__name__": "how-to"}
+    exec(compile(block, "wish-what-stays.md", "exec"), names)
+    # Without the wish the same requests leave nothing of it.
+    manager = names["manager"]
+    manager.clear()
+    names["serve"]([*names["system"], 200, 201])
+    for number in range(20):
+        names["serve"]([1000 + number] * 128)
+    assert manager.probe([*names["system"], 300]) == 0
+
+
+def test_running_hybrid_models_runs_as_it_stands():
+    text = (ROOT / "docs" / "how-to" / "run-hybrid-models.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {"__name__": "how-to"}
+    exec(compile(block, "run-hybrid-models.md", "exec"), names)
+    assert sorted(names["sizes"]) == ["target/History()", "target/State()"]
+    served = re.search(r"eleven more model types: ([^.]*)\.", text)[1]
+    assert served.replace("\n", " ").split(", ") == sorted(FAMILIES)

@@ -62,6 +62,12 @@ class Retention(Protocol):
     def most_drafts(self) -> int | None:
         """Drafts per step that can be taken back without loss, ``None`` for any number."""
 
+    @property
+    def draft_pages(self) -> bool:
+        """Only for ``exact``: does a row with drafts write the state after each query token to a page of its own? If
+        ``False``, such a row has one page as any other, and the page itself tells what is valid: the next step begins
+        at the position up to which tokens were accepted."""
+
     def live(self, length: int, block_tokens: int) -> Spans:
         """Blocks among those below ``length`` that the query at ``length`` or any later one may read."""
 
@@ -91,6 +97,10 @@ class History:
     @property
     def most_drafts(self) -> int | None:
         return None
+
+    @property
+    def draft_pages(self) -> bool:
+        return False
 
     def live(self, length: int, block_tokens: int) -> Spans:
         return ((0, ceil_div(length, block_tokens)),) if length else ()
@@ -141,6 +151,10 @@ class Window:
     def most_drafts(self) -> int | None:
         return self.ring - self.tokens if self.ring else None
 
+    @property
+    def draft_pages(self) -> bool:
+        return False
+
     def live(self, length: int, block_tokens: int) -> Spans:
         end = ceil_div(length, block_tokens)
         # The next query brings its own row, so only the last tokens - 1 rows below ``length`` are read again.
@@ -181,6 +195,10 @@ class State:
     @property
     def most_drafts(self) -> int | None:
         return None
+
+    @property
+    def draft_pages(self) -> bool:
+        return True
 
     def live(self, length: int, block_tokens: int) -> Spans:
         return ()

@@ -668,8 +668,8 @@ def test_rings_resume_where_blocks_end_and_take_back_few_drafts() -> None:
     with pytest.raises(RequestError) as caught:
         manager.plan([Run(sequence, 1, drafts=2)])
     assert str(caught.value) == (
-        "Run(drafts=2): a window's ring can take back 1 at most\n"
-        "hint: draft fewer tokens, or give the ring of the spec more room"
+        "Run(drafts=2): what the spec keeps can take back 1 at most\n"
+        "hint: draft fewer tokens, or give the spec's ring or history more room"
     )
     manager.complete(manager.plan([Run(sequence, 1, drafts=1)]).commit(), [1])
     manager.check()

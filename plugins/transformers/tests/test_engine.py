@@ -252,9 +252,14 @@ def disguised(model, model_type):
     ("model_type", "fields", "message"),
     [
         (
+            "falcon",
+            {},
+            "llama: FalconForCausalLM does not use transformers' attention interface",
+        ),
+        (
             "stablelm",
             {"num_key_value_heads": 2},
-            "llama: StableLmForCausalLM does not use transformers' attention interface",
+            "llama: StableLmForCausalLM does not pass keyword arguments on to attention",
         ),
         (
             "nemotron",

@@ -1,19 +1,18 @@
-"""Tiny random models of every served family, and their mixers in the parts around Kvist's backends."""
+"""Tiny random models of every served family, and their mixers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvist_mamba import DeltaNetInputs, Mamba1Inputs, Mamba2Inputs, RecurrentInputs, ShortConvInputs
+from kvist_mamba import RecurrentInputs
+from kvist_mamba.mixers import MIXERS, Finish, recurrent_mixers
 
 _COMMON = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "hidden_size": 32}
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -67,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         "num_attention_heads": 4,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "mamba_d_state": 16,
@@ -125,82 +124,11 @@ def tiny_model(model_type: str) -> Any:
 
 def mixers(model: Any) -> dict[int, Any]:
     """The recurrent mixers of a model by their layer's number."""
-    return {
-        m.layer_idx: m
-        for m in model.modules()
-        if hasattr(m, "layer_idx") and (hasattr(m, "conv1d") or hasattr(m, "conv"))
-    }
+    return recurrent_mixers(model)
 
 
-def prepare(mixer: Any, hidden: torch.Tensor) -> tuple[RecurrentInputs, Callable[[torch.Tensor], torch.Tensor]]:
+def prepare(mixer: Any, hidden: torch.Tensor) -> tuple[RecurrentInputs, Finish]:
     """A backend's inputs for hidden states ``[T, hidden size]``, and what makes the layer's output of its value."""
-    if hasattr(mixer, "x_proj"):
-        return _mamba1(mixer, hidden)
-    if hasattr(mixer, "in_proj_qkvz"):
-        return _delta_net(mixer, hidden)
-    return _mamba2(mixer, hidden) if hasattr(mixer, "dt_bias") else _short_conv(mixer, hidden)
-
-
-def _mamba1(mixer, hidden):
-    raw, gate = mixer.in_proj(hidden).chunk(2, -1)
-
-    def select(u):
-        parts = mixer.x_proj(u).split([mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], -1)
-        if hasattr(mixer, "dt_layernorm"):
-            norms = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
-            parts = [norm(part) for norm, part in zip(norms, parts)]
-        return F.linear(parts[0], mixer.dt_proj.weight), parts[1], parts[2]
-
-    inputs = Mamba1Inputs(
-        conv_inputs=raw,
-        conv_weight=mixer.conv1d.weight[:, 0],
-        conv_bias=mixer.conv1d.bias,
-        select=select,
-        a=-torch.exp(mixer.A_log.float()),
-        d=mixer.D,
-        dt_bias=mixer.dt_proj.bias,
-    )
-    return inputs, lambda value: mixer.out_proj(value * F.silu(gate))
-
-
-def _mamba2(mixer, hidden):
-    if hasattr(mixer, "ssm_in_multiplier"):
-        projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector[0]
-    else:
-        projected = mixer.in_proj(hidden)
-    gate, raw, dt = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], -1)
-    inputs = Mamba2Inputs(
-        conv_inputs=raw,
-        conv_weight=mixer.conv1d.weight[:, 0],
-        conv_bias=mixer.conv1d.bias,
-        dt=dt,
-        a=-torch.exp(mixer.A_log.float()),
-        d=mixer.D,
-        dt_bias=mixer.dt_bias,
-        dt_limit=mixer.time_step_limit,
-    )
-    return inputs, lambda value: mixer.out_proj(mixer.norm(value, gate))
-
-
-def _delta_net(mixer, hidden):
-    q, k, v, gate, b, a = mixer.fix_query_key_value_ordering(
-        mixer.in_proj_qkvz(hidden[None]), mixer.in_proj_ba(hidden[None])
-    )
-    inputs = DeltaNetInputs(
-        conv_inputs=torch.cat([part[0].flatten(1) for part in (q, k, v)], -1),
-        conv_weight=mixer.conv1d.weight[:, 0],
-        log_decay=-mixer.A_log.float().exp() * F.softplus(a[0].float() + mixer.dt_bias),
-        beta=b[0].sigmoid(),
-    )
-
-    def finish(value):
-        heads = value.reshape(-1, mixer.head_v_dim)
-        return mixer.out_proj(mixer.norm(heads, gate.reshape(heads.shape)).view(value.shape))
-
-    return inputs, finish
-
-
-def _short_conv(mixer, hidden):
-    before, after, x = mixer.in_proj(hidden).chunk(3, -1)
-    inputs = ShortConvInputs(conv_inputs=before * x, conv_weight=mixer.conv.weight[:, 0], conv_bias=mixer.conv.bias)
-    return inputs, lambda value: mixer.out_proj(after * value)
+    # transformers.models.<model type>.modeling_<model type>
+    _, prepared = MIXERS[type(mixer).__module__.split(".")[2]]
+    return prepared(mixer, hidden)

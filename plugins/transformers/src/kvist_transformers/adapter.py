@@ -11,7 +11,7 @@ import torch
 from kvist.attention.families import Backends, Need
 from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec
-from kvist_transformers.attention import ARGUMENT, NAME, ProbeCall, StepCall, register
+from kvist_transformers.attention import ARGUMENT, NAME, ProbeCall, StepCall, attention_part, register
 from kvist_transformers.specs import config_digest
 
 #: Elements of each parameter that take part in a model's fingerprint.
@@ -21,6 +21,8 @@ _FINGERPRINT_SAMPLES = 64
 class DecoderAdapter:
     """One attached model. Attaching replaces the model's attention until :meth:`detach`.
 
+    spec: what the model keeps. Served are the layers with keys and values; whatever else it has is for another adapter
+        that uses this one. Without any such layer the model is only checked and run.
     needs: by family of attention, what the model needs of a backend.
 
     Raises SpecError, naming the model type and the reason, for a model whose attention cannot be served. The check
@@ -32,12 +34,13 @@ class DecoderAdapter:
         self.spec = spec
         self.model_type = str(model.config.model_type)
         self._call: StepCall | None = None
+        self._attention = attention_part(spec)
         _check_model(model, self.model_type)
-        register()
         self._previous = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
         try:
-            self.needs = {"gqa": Need(spec, self._probe())}
+            self._attach()
+            features = self._probe()
+            self.needs = {} if self._attention is None else {"gqa": Need(self._attention, features)}
         except BaseException:
             self.detach()
             raise
@@ -50,7 +53,8 @@ class DecoderAdapter:
 
     def bind(self, backends: Backends) -> None:
         """Use these for every further forward."""
-        self._call = StepCall(backends["gqa"], self.spec)
+        if self._attention is not None:
+            self._call = StepCall(backends["gqa"], self._attention)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Run the model over a flattened batch; the backends must have begun the step.
@@ -58,7 +62,7 @@ class DecoderAdapter:
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.
         """
-        if self.model.config._attn_implementation != NAME:
+        if self._attention is not None and self.model.config._attn_implementation != NAME:
             raise SpecError(
                 f"{self.model_type}: the attention implementation is {self.model.config._attn_implementation!r}",
                 hint="something switched it while the engine was attached; do not use the model in between",
@@ -70,8 +74,20 @@ class DecoderAdapter:
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation(self._previous)
 
+    def _attach(self) -> None:
+        if self._attention is None:
+            return
+        register()
+        self.model.set_attn_implementation(NAME)
+        # transformers warns and changes nothing where the model's code does not ask for the implementation.
+        if self.model.config._attn_implementation != NAME:
+            raise SpecError(
+                f"{self.model_type}: {type(self.model).__name__} does not use transformers' attention interface",
+                hint="run this model with transformers' own generate",
+            )
+
     def _probe(self) -> frozenset[str]:
-        probe = ProbeCall(self.spec, self.model_type)
+        probe = ProbeCall(self._attention, self.model_type)
         ids = torch.arange(2, device=self.device)
         with torch.inference_mode():
             try:
@@ -120,11 +136,6 @@ def _check_model(model: Any, model_type: str) -> None:
         raise SpecError(f"{model_type}: cross-attention is not served", hint="use a decoder-only model")
     if model.training:
         raise SpecError(f"{model_type}: the model is in training mode", hint="call model.eval() first")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise SpecError(
-            f"{model_type}: {type(model).__name__} does not use transformers' attention interface",
-            hint="run this model with transformers' own generate",
-        )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise SpecError(
             f"{model_type}: {type(model).__name__}.forward has no argument 'logits_to_keep'",

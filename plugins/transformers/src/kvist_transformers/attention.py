@@ -21,6 +21,9 @@ NAME = "kvist"
 #: Keyword argument of ``model(...)`` that carries the :class:`AttentionCall`.
 ARGUMENT = "kvist_call"
 
+#: The streams of an attention layer.
+STREAMS = ("k", "v")
+
 #: Arguments of attention functions that do not change what attention computes.
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "use_cache", "logits_to_keep"}
@@ -105,12 +108,13 @@ class StepCall:
 class ProbeCall:
     """Checks, on one small forward, that the model asks only for attention that Kvist computes right.
 
+    spec: the model's attention layers, ``None`` for a model without any.
     features: optional parts of grouped-query attention that the model uses, as backends declare them.
     """
 
-    def __init__(self, spec: CacheSpec, model_type: str) -> None:
-        self._layers = {layer.id: layer for layer in spec.layers}
-        self._windows = windows(spec)
+    def __init__(self, spec: CacheSpec | None, model_type: str) -> None:
+        self._layers = {} if spec is None else {layer.id: layer for layer in spec.layers}
+        self._windows = {} if spec is None else windows(spec)
         self._model_type = model_type
         self._calls: list[int] = []
         self.features: set[str] = {"window"} if any(self._windows.values()) else set()
@@ -191,6 +195,12 @@ class ProbeCall:
             f"{self._model_type}: {type(module).__name__} cannot be served: {why}",
             hint=hint or "run this model with transformers' own generate, or write a plugin for its attention",
         )
+
+
+def attention_part(spec: CacheSpec) -> CacheSpec | None:
+    """The layers with keys and values, with these streams only; ``None`` when there are none."""
+    streams = {stream.name for layer in spec.layers for stream in layer.streams}
+    return spec.only(STREAMS) if streams & {*STREAMS} else None
 
 
 def windows(spec: CacheSpec) -> dict[int, int | None]:

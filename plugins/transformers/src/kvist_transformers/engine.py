@@ -38,7 +38,8 @@ class Engine:
         best one for the model's device and dtype.
     max_batch_tokens: most tokens computed in one step; longer prompts are computed in chunks.
     max_sequences: most requests running at a time, at most ``max_batch_tokens``.
-    restore: where sequences of models with sliding windows stay resumable; ``None`` is the manager's own choice.
+    restore: where sequences of models with sliding windows or states stay resumable; ``None`` is the manager's own
+        choice.
     fingerprint: what tells this model's rows from another's; ``None`` samples the weights.
     registry: where manager, adapter and backend come from; ``None`` is the process's own.
 
@@ -200,6 +201,7 @@ class Engine:
                     self.memory.save(step)
             except BaseException:
                 self.manager.cancel(step, ran=begun)
+                self._take_back()
                 raise
             with self.stats.timed("complete_ns"):
                 self.manager.complete(step)
@@ -248,6 +250,7 @@ class Engine:
                 return chosen, plan
             if self._scheduler.running_count > 1:
                 self._pause(self._scheduler.youngest())
+                self._scheduler.crowded = True
             elif chosen and chosen[0][1] > 1:
                 budget = chosen[0][1] // 2
             else:
@@ -317,14 +320,19 @@ class Engine:
 
     def _pause(self, job: Job) -> None:
         """Give a job's pages up; it is recomputed later and continues with the same tokens."""
-        job.tokens = np.concatenate([job.request.tokens, self.generated(job)])
         self._release(job)
+        job.tokens = np.concatenate([job.request.tokens, self.generated(job)])
         job.phase = "waiting"
         job.pauses += 1
         self.stats.pauses += 1
         self._scheduler.requeue(job)
-        self._scheduler.crowded = True
         self._rebuild_rows()
+
+    def _take_back(self) -> None:
+        """After a failed step: pause the jobs whose states it may have overwritten. The manager suspended them."""
+        for job in [*self._scheduler.decode, *self._scheduler.prefill]:
+            if job.sequence is not None and job.sequence.suspended:
+                self._pause(job)
 
     def _finish(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         job.output = self.generated(job)
@@ -344,8 +352,10 @@ class Engine:
         """Leave the lists and close the sequence, publishing what it computed."""
         if job.sequence is not None:
             if job.phase == "decode":
+                # What was generated becomes known, so that others can reuse it.
+                job.sequence.extend(self.generated(job)[job.sequence.known - len(job.request.tokens) :])
+            if job.sequence.batch is not None:
                 self._batch.leave(job.sequence)
-                job.sequence.extend(self.generated(job)[len(job.tokens) - len(job.request.tokens) :])
             self.manager.close(job.sequence)
             job.sequence = None
         self._scheduler.remove(job)

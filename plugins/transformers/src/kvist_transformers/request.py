@@ -96,7 +96,7 @@ class Completion:
     tokens: int32, the generated ids, including the stop token that ended it.
     reused_tokens: prompt tokens whose rows were already in the cache when the request first ran.
     computed_tokens: prompt tokens that were computed, recomputation after a pause included.
-    pauses: how often the request lost its pages to others and was recomputed.
+    pauses: how often the request lost its pages, to others or to a step that failed, and was recomputed.
     error: what went wrong where ``finish_reason`` is ``"error"``.
     """
 
