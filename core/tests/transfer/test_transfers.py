@@ -155,9 +155,9 @@ def test_the_source_is_not_evicted_before_it_was_read():
 
 
 def test_pages_come_back_without_other_work():
-    # Nobody asks for what was computed, 120 times, in a pool for two: the deadline gives the pages back.
+    # Nobody asks for what was computed, 60 times, in a pool for two: the deadline gives the pages back.
     nodes = Nodes(MIXES["history+state"], pages=24)
-    for number in range(120):
+    for number in range(60):
         sequence = nodes.prefill.open(range(number * 100, number * 100 + 9))
         nodes.prefill.prefill(sequence)
         nodes.prefill.transfers.send(f"r{number}", sequence, deadline_s=1)

@@ -213,7 +213,7 @@ class PartnerTests(TransportAuthor):
 
     @pytest.mark.clause("TR-39")
     def test_many_requests_with_cancellations(self) -> None:
-        self._many(200)
+        self._many(120)
 
     def _many(self, count: int) -> None:
         rng = np.random.default_rng(0)
