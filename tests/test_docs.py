@@ -91,6 +91,17 @@ def test_the_tutorial_runs_as_it_stands(capsys):
     assert "10000 tokens never fit" in capsys.readouterr().out
 
 
+def test_the_how_to_on_transfers_runs_as_it_stands(capsys):
+    text = (ROOT / "docs" / "how-to" / "move-requests.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    exec(compile("\n".join(blocks), "move-requests.md", "exec"), {"__name__": "transfers"})
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[:2]) == ["Receiving done", "Sending done"]
+    # Keys and values of 3 blocks of 16 tokens, 2 heads of 8 floats.
+    assert lines[2] == f"goes on at token 40 after {2 * 3 * 16 * 2 * 8 * 4} bytes"
+
+
 def test_the_how_to_on_tiers_runs_as_it_stands(tmp_path, capsys):
     text = (ROOT / "docs" / "how-to" / "use-host-and-disk-tiers.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

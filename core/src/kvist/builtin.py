@@ -44,7 +44,9 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
 
 @hookimpl
 def kvist_transceivers() -> list[TransceiverInfo]:
-    """Inside one process, for tests and demonstrations."""
+    """Inside one process, for tests and demonstrations; between processes that a network or one host connects."""
     return [
         TransceiverInfo(name="local", factory="kvist.transfer.local:LocalTransport", schemes=("local",)),
+        TransceiverInfo(name="tcp", factory="kvist.transfer.tcp:TcpTransport", schemes=("tcp",)),
+        TransceiverInfo(name="shm", factory="kvist.transfer.shm:ShmTransport", schemes=("shm",)),
     ]

@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-from transfer_values import Model, Opaque, Rank, UnitMajor
 
 from kvist.attention.cpu import KeyTiles
 from kvist.errors import SpecError, TransferError
@@ -24,6 +23,7 @@ from kvist.spec import (
     Stream,
     Window,
 )
+from kvist.testing.transfer.values import Model, Opaque, Rank, UnitMajor
 from kvist.transfer.compatibility import overlaps, uncovered
 from kvist.transfer.mapping import Mapping, interleave
 from kvist.transfer.pagetable import PageTable, Placement, describe

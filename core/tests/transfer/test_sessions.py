@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transfer_values import Model
-from transfer_world import LENGTH, WEAK, World, spec_of
+from transfer_world import LENGTH, WEAK, LocalWorld, spec_of
 
 from kvist.errors import RequestError, TransferError
+from kvist.testing.transfer.values import Model
 from kvist.transfer.faults import Fault
 from kvist.transfer.local import LOCAL
 from kvist.transfer.messages import Cancel, Evidence, encode
@@ -24,7 +24,7 @@ def evidence(status="done"):
 
 @both
 def test_a_request_moves(capabilities):
-    world = World(capabilities=capabilities)
+    world = LocalWorld(capabilities=capabilities)
     sender, receiver = world.pair()
     outgoing = sender.offer(payload=b"first token")
     incoming = receiver.ask(sender)
@@ -38,7 +38,7 @@ def test_a_request_moves(capabilities):
 
 
 def test_the_receiver_may_ask_first():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     incoming = receiver.ask(sender)
     world.run()
@@ -51,7 +51,7 @@ def test_the_receiver_may_ask_first():
 
 @pytest.mark.parametrize(("send", "receive"), [(1, 2), (2, 1), (4, 2), (2, 4)])
 def test_all_ranks_of_both_sides(send, receive):
-    world = World()
+    world = LocalWorld()
     senders = [world.process(f"s{i}", placement=Placement(i, send)) for i in range(send)]
     receivers = [world.process(f"r{i}", placement=Placement(i, receive)) for i in range(receive)]
     outgoing = []
@@ -66,7 +66,7 @@ def test_all_ranks_of_both_sides(send, receive):
 
 
 def test_chunks_go_ahead_and_windows_come_last():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     outgoing, incoming = sender.transceiver.send("r"), receiver.ask(sender)
     history, window = sender.rank.pages
@@ -89,7 +89,7 @@ def test_chunks_go_ahead_and_windows_come_last():
 
 @both
 def test_pages_of_the_sender_stay_until_the_last_write_is_answered(capabilities):
-    world = World(Fault("hold", "write"), capabilities=capabilities)
+    world = LocalWorld(Fault("hold", "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     outgoing, incoming = sender.offer(deadline_s=3), receiver.ask(sender)
     world.wait(4)
@@ -102,7 +102,7 @@ def test_pages_of_the_sender_stay_until_the_last_write_is_answered(capabilities)
 
 
 def test_a_cancel_before_publication_frees_at_once():
-    world = World(Fault("hold", "message"))
+    world = LocalWorld(Fault("hold", "message"))
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender)
@@ -116,7 +116,7 @@ def test_a_cancel_before_publication_frees_at_once():
 
 @both
 def test_a_cancel_during_the_write(capabilities):
-    world = World(Fault("hold", "write"), capabilities=capabilities)
+    world = LocalWorld(Fault("hold", "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     outgoing, incoming = sender.offer(), receiver.ask(sender)
     world.run()
@@ -141,7 +141,7 @@ def test_a_cancel_during_the_write(capabilities):
 
 def test_publication_that_fails_half_way():
     # The third of four writers cannot be told: the two before it are waited for, the others are not.
-    world = World(Fault("hold", "write"), capabilities=WEAK)
+    world = LocalWorld(Fault("hold", "write"), capabilities=WEAK)
     senders = [world.process(f"s{i}", placement=Placement(i, 4)) for i in range(4)]
     receiver = world.process("receiver")
     for sender in senders:
@@ -168,7 +168,7 @@ def test_publication_that_fails_half_way():
 
 @both
 def test_a_timeout_does_not_free_what_may_still_be_written(capabilities):
-    world = World(Fault("hold", "write"), capabilities=capabilities)
+    world = LocalWorld(Fault("hold", "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender, deadline_s=2)
@@ -182,7 +182,7 @@ def test_a_timeout_does_not_free_what_may_still_be_written(capabilities):
 
 @both
 def test_evidence_that_is_lost_for_ever(capabilities):
-    world = World(Fault("drop", "message", contains=evidence(), count=1000), capabilities=capabilities)
+    world = LocalWorld(Fault("drop", "message", contains=evidence(), count=1000), capabilities=capabilities)
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender, deadline_s=2)
@@ -200,7 +200,7 @@ def test_evidence_that_is_lost_for_ever(capabilities):
 
 
 def test_the_last_word_is_asked_for_again():
-    world = World(Fault("drop", "message", contains=evidence()), capabilities=WEAK)
+    world = LocalWorld(Fault("drop", "message", contains=evidence()), capabilities=WEAK)
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender, deadline_s=2)
@@ -210,7 +210,7 @@ def test_the_last_word_is_asked_for_again():
 
 def test_memory_is_not_protected_by_closing_a_connection():
     # Weak transports let writes through afterwards, so pages wait for the writer's last word, or for its death.
-    world = World(Fault("late", "write"), capabilities=WEAK)
+    world = LocalWorld(Fault("late", "write"), capabilities=WEAK)
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender, deadline_s=2)
@@ -225,7 +225,7 @@ def test_memory_is_not_protected_by_closing_a_connection():
 
 
 def test_evidence_follows_the_data():
-    world = World(Fault("hold", "write"))
+    world = LocalWorld(Fault("hold", "write"))
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender)
@@ -237,7 +237,7 @@ def test_evidence_follows_the_data():
 
 
 def test_evidence_that_comes_twice():
-    world = World(Fault("duplicate", "message", contains=evidence()))
+    world = LocalWorld(Fault("duplicate", "message", contains=evidence()))
     senders = [world.process(f"s{i}", placement=Placement(i, 2)) for i in range(2)]
     receiver = world.process("receiver")
     for sender in senders:
@@ -259,7 +259,7 @@ def _tell(process, other, message):
 
 @both
 def test_evidence_that_contradicts_itself(capabilities):
-    world = World(Fault("hold", "write", first=1), capabilities=capabilities)
+    world = LocalWorld(Fault("hold", "write", first=1), capabilities=capabilities)
     senders = [world.process(f"s{i}", placement=Placement(i, 2)) for i in range(2)]
     receiver = world.process("receiver")
     for sender in senders:
@@ -278,7 +278,7 @@ def test_evidence_that_contradicts_itself(capabilities):
 
 
 def test_evidence_of_somebody_who_was_not_asked():
-    world = World(Fault("hold", "write"))
+    world = LocalWorld(Fault("hold", "write"))
     sender, receiver = world.pair()
     other = world.process("other")
     other.rank.fill()
@@ -295,7 +295,7 @@ def test_evidence_of_somebody_who_was_not_asked():
 def test_a_writer_without_anything_to_write_reports_too():
     # 4 ranks with replicas of 2 heads: two of them are not the ones that send.
     model = Model(spec_of(heads=2), length=LENGTH)
-    world = World()
+    world = LocalWorld()
     senders = [world.process(f"s{i}", placement=Placement(i, 4), model=model) for i in range(4)]
     receiver = world.process("receiver", model=model)
     for sender in senders:
@@ -313,7 +313,7 @@ def test_a_writer_without_anything_to_write_reports_too():
 
 @both
 def test_a_write_that_cannot_be_posted(capabilities):
-    world = World(Fault("fail", "write"), capabilities=capabilities)
+    world = LocalWorld(Fault("fail", "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     outgoing, incoming = sender.offer(), receiver.ask(sender)
     world.run()
@@ -324,7 +324,7 @@ def test_a_write_that_cannot_be_posted(capabilities):
 
 
 def test_an_error_of_the_sender_reaches_the_receiver_at_once():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     sender.rank.pages[0][2] = -1
     sender.offer()
@@ -335,7 +335,7 @@ def test_an_error_of_the_sender_reaches_the_receiver_at_once():
 
 
 def test_evidence_of_an_older_attempt():
-    world = World(Fault("late", "message", contains=evidence()))
+    world = LocalWorld(Fault("late", "message", contains=evidence()))
     sender, receiver = world.pair()
     sender.offer()
     first = receiver.ask(sender)
@@ -359,7 +359,7 @@ def test_evidence_of_an_older_attempt():
 
 @both
 def test_a_peer_that_dies_idle(capabilities):
-    world = World(capabilities=capabilities)
+    world = LocalWorld(capabilities=capabilities)
     sender, receiver = world.pair()
     incoming = receiver.ask(sender)
     world.run()
@@ -372,7 +372,7 @@ def test_a_peer_that_dies_idle(capabilities):
 @both
 @pytest.mark.parametrize("who", ["kill_sender", "kill_receiver"])
 def test_a_peer_that_dies_in_the_middle_of_a_write(who, capabilities):
-    world = World(Fault(who, "write"), capabilities=capabilities)
+    world = LocalWorld(Fault(who, "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     other = world.process("other")
     other.rank.fill()
@@ -401,7 +401,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_write(who, capabilities):
 
 @both
 def test_a_stalled_sender(capabilities):
-    world = World(Fault("hold", "write"), capabilities=capabilities)
+    world = LocalWorld(Fault("hold", "write"), capabilities=capabilities)
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender, deadline_s=30)
@@ -425,7 +425,9 @@ def test_a_stalled_sender(capabilities):
 
 @both
 def test_a_stalled_receiver(capabilities):
-    world = World(Fault("stall_receiver", "message", contains=b"publish", receiver="sender"), capabilities=capabilities)
+    world = LocalWorld(
+        Fault("stall_receiver", "message", contains=b"publish", receiver="sender"), capabilities=capabilities
+    )
     sender, receiver = world.pair()
     outgoing, incoming = sender.offer(deadline_s=30), receiver.ask(sender, deadline_s=3)
     world.wait(4)
@@ -436,7 +438,7 @@ def test_a_stalled_receiver(capabilities):
 
 
 def test_a_peer_that_has_restarted():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     stale = sender.hello()
     incoming = receiver.ask(sender)
@@ -457,7 +459,7 @@ def test_a_peer_that_has_restarted():
 
 
 def test_nobody_asks():
-    world = World()
+    world = LocalWorld()
     sender, _ = world.pair()
     outgoing = sender.offer(deadline_s=5)
     world.wait(6)
@@ -465,7 +467,7 @@ def test_nobody_asks():
 
 
 def test_nobody_offers():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     incoming = receiver.ask(sender, deadline_s=5)
     world.wait(6)
@@ -476,7 +478,7 @@ def test_nobody_offers():
 
 
 def test_who_asks_too_late_is_told_why():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     outgoing = sender.offer()
     assert sender.transceiver.cancel(outgoing) is True
@@ -489,7 +491,7 @@ def test_who_asks_too_late_is_told_why():
 
 
 def test_the_sender_gives_up_before_it_writes():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     outgoing = sender.transceiver.send("r")
     incoming = receiver.ask(sender)
@@ -499,8 +501,23 @@ def test_the_sender_gives_up_before_it_writes():
     assert incoming.outcome.reason.endswith("it was cancelled") and incoming.quiescent and receiver.untouched
 
 
+@both
+def test_the_sender_gives_up_after_some_pieces(capabilities):
+    # What it has written stays written; that it writes no more is its last word, and settles it.
+    world = LocalWorld(capabilities=capabilities)
+    sender, receiver = world.pair()
+    outgoing, incoming = sender.transceiver.send("r"), receiver.ask(sender)
+    sender.transceiver.add(outgoing, [sender.rank.pages[0], None], 0, 16, last=False)
+    world.run()
+    assert incoming.byte_count > 0
+    sender.transceiver.cancel(outgoing)
+    world.run()
+    assert incoming.outcome.reason.endswith("it was cancelled") and incoming.quiescent and outgoing.quiescent
+    assert (receiver.stats.wrong_evidence, receiver.stats.quarantined_pages) == (0, 0)
+
+
 def test_a_receiver_that_never_will_ask_says_so():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     bad = world.process("bad", model=Model(spec_of(fingerprint="other"), length=LENGTH))
     outgoing = sender.offer()
@@ -517,7 +534,7 @@ def test_a_receiver_that_never_will_ask_says_so():
 
 
 def test_request_ids_are_checked():
-    world = World(Fault("hold", "write"))
+    world = LocalWorld(Fault("hold", "write"))
     sender, receiver = world.pair()
     sender.offer()
     incoming = receiver.ask(sender)
@@ -537,7 +554,7 @@ def test_request_ids_are_checked():
 
 
 def test_messages_that_make_no_sense():
-    world = World()
+    world = LocalWorld()
     sender, receiver = world.pair()
     incoming = receiver.ask(sender)
     world.run()
@@ -552,7 +569,7 @@ def test_messages_that_make_no_sense():
 
 
 def test_closing():
-    world = World(Fault("hold", "write"), capabilities=WEAK)
+    world = LocalWorld(Fault("hold", "write"), capabilities=WEAK)
     sender, receiver = world.pair()
     outgoing, incoming = sender.offer(), receiver.ask(sender)
     world.run()
@@ -570,7 +587,7 @@ def test_closing():
 
 
 def test_many_requests_with_cancellations():
-    world = World(patience=Patience(remember_s=1))
+    world = LocalWorld(patience=Patience(remember_s=1))
     sender, receiver = world.pair()
     rng = np.random.default_rng(0)
     # One page of each group is enough, and makes it quick.

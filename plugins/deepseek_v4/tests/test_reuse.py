@@ -19,7 +19,7 @@ def finished(cache: Cache, request, chunk=None):
 
 
 @pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("chunk", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_hits_at_every_page_multiple(block, chunk):
     """B shares 16 .. 64 tokens with A, from a slot of its own; the suffix is computed at once, or one by one."""
     with Cache(block=block, blocks=96, restore=EVERY) as cache:

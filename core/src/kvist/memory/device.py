@@ -20,11 +20,26 @@ class DeviceMemory:
     """One torch storage for all groups of a layout; every stream is a strided view of it.
 
     Owns the bytes. Views stay valid as long as this object lives. Never resized.
+
+    storage: uint8 ``[at least layout.arena_bytes]`` on the device to be used instead of memory of its own, such as what
+    a transport has allocated; it is zeroed, and has to stay as long as any view. Raises SpecError when it is too small.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device | str = "cpu", *, storage: torch.Tensor | None = None
+    ) -> None:
         self.layout = layout
         self.device = torch.device(device)
+        if storage is not None:
+            if storage.dtype != torch.uint8 or storage.ndim != 1 or storage.device.type != self.device.type:
+                raise SpecError(
+                    f"the storage is {storage.dtype} {list(storage.shape)} on {storage.device}",
+                    hint=f"pass a one-dimensional tensor of uint8 on {self.device}",
+                )
+            if len(storage) < layout.arena_bytes:
+                raise SpecError(f"the storage has {len(storage)} bytes, the arena needs {layout.arena_bytes}")
+            self.bytes = storage[: layout.arena_bytes].zero_()
+            return
         # Zeroed once, so that every page is touched before the first step and no row ever holds NaN by accident.
         if self.device.type == "cpu":
             self.bytes = _host_bytes(layout.arena_bytes).zero_()

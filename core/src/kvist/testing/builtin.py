@@ -12,6 +12,7 @@ from kvist.manager import PagedCacheManager
 from kvist.testing.attention import GQABackendTests
 from kvist.testing.manager import CacheManagerTests
 from kvist.testing.packaging import PluginTests
+from kvist.testing.transfer import TransceiverTests, TransportTests
 
 #: Features by backend, as the records declare them.
 DECLARED = {record.name: record.features for record in kvist_attention_backends()}
@@ -42,3 +43,15 @@ class TestCpu(GQABackendTests):
 
     backend = CpuBackend
     features = DECLARED["cpu"]
+
+
+class TestTcp(TransportTests, TransceiverTests):
+    """Between any two processes."""
+
+    factory = "kvist.transfer.tcp:TcpTransport"
+
+
+class TestShm(TransportTests, TransceiverTests):
+    """Between processes of one host."""
+
+    factory = "kvist.transfer.shm:ShmTransport"

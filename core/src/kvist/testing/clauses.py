@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 #: The parts of the contract: what clause numbers begin with, and the name of the part's files.
-PARTS: Mapping[str, str] = {"PL": "packaging", "CM": "managers", "AB": "backends"}
+PARTS: Mapping[str, str] = {"PL": "packaging", "CM": "managers", "AB": "backends", "TR": "transceivers"}
 
 
 @attrs.frozen

@@ -248,6 +248,8 @@ def _why_not_applicable(number: str, loaded: LoadedPlugin | None) -> str:
             return "the plugin uses Kvist's own manager"
     if number.startswith("AB") and not loaded.attention_backends:
         return "the plugin brings no attention backend"
+    if number.startswith("TR") and not loaded.transceivers:
+        return "the plugin brings no transceiver"
     return ""
 
 

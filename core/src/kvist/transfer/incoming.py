@@ -35,10 +35,12 @@ class _Writer:
 
     def contradicts(self, evidence: Evidence) -> bool:
         """Can this not be true together with what it said before?"""
-        if self.failure is not None or self.complete or evidence.piece in self.reports:
+        if self.failure is not None or self.complete:
             return True
         if evidence.status != "done":
-            return False
+            return False  # The last word after some pieces, of none in particular.
+        if evidence.piece in self.reports:
+            return True
         ends = evidence.pieces or self.pieces
         return bool(ends) and max(evidence.piece, *self.reports, 0) >= ends
 

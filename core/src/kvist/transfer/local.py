@@ -24,6 +24,7 @@ from kvist.transfer.transport import (
     Region,
     Revoked,
     TransportContext,
+    covers,
     host_bytes,
     require_inside,
 )
@@ -56,10 +57,7 @@ class _Grant:
 
     def covers(self, fragments: Fragments) -> bool:
         """Does every fragment lie in one of the ranges?"""
-        at = np.searchsorted(self.begins, fragments.destinations, side="right") - 1
-        if not len(self.begins) or int(at.min(initial=0)) < 0:
-            return not len(fragments)
-        return bool((fragments.destinations + fragments.byte_counts <= self.ends[at]).all())
+        return covers(self.begins, self.ends, fragments.destinations, fragments.byte_counts)
 
 
 #: Connects the local transports of a process that were given no other network.

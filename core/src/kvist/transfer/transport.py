@@ -260,3 +260,15 @@ def require_inside(fragments: Fragments, region: Region) -> None:
             f"a write reads bytes {begin}..{end} of region {region.id}, which has {region.byte_count}",
             hint="compute fragments from the page table of the memory that was registered",
         )
+
+
+def covers(begins: Int64Array, ends: Int64Array, destinations: Int64Array, byte_counts: Int64Array) -> bool:
+    """Does every run of bytes lie in one of these ranges, which ascend and are disjoint? Takes any numbers, as they
+    come from a peer."""
+    if not len(destinations):
+        return True
+    if not len(begins):
+        return False
+    at = np.searchsorted(begins, destinations, side="right") - 1
+    inside = (at >= 0) & (byte_counts >= 0) & (byte_counts <= ends[at] - destinations)
+    return bool(inside.all())

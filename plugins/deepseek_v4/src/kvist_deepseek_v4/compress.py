@@ -13,7 +13,8 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
     angles = positions.float()[:, None] * frequencies.float()
     angles = angles.view(len(rows), *[1] * (rows.ndim - 2), -1)
     cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
-    plain, turned = rows.split([rows.shape[-1] - 2 * len(frequencies), 2 * len(frequencies)], dim=-1)
+    width = 2 * len(frequencies)
+    plain, turned = rows[..., :-width], rows[..., -width:]
     first, second = turned[..., 0::2], turned[..., 1::2]
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((plain, pairs.flatten(-2)), dim=-1)
@@ -33,12 +34,13 @@ def pool(states: torch.Tensor, ratio: int, overlap: bool) -> torch.Tensor:
 
     Returns ``[windows, size]`` in the dtype of ``states``.
     """
-    content, gate = states.unflatten(0, (-1, ratio)).unbind(2)
+    content, gate = states.view(-1, ratio, *states.shape[1:]).unbind(2)
     if overlap:
         size = content.shape[-1] // 2
         content = torch.cat((content[:-1, :, :size], content[1:, :, size:]), dim=1)
         gate = torch.cat((gate[:-1, :, :size], gate[1:, :, size:]), dim=1)
-    return (content * gate.softmax(dim=1)).sum(dim=1)
+    pooled: torch.Tensor = (content * gate.softmax(dim=1)).sum(dim=1)
+    return pooled
 
 
 def window_in_front(states: torch.Tensor, ratio: int) -> torch.Tensor:

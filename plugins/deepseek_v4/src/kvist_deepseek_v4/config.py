@@ -123,7 +123,7 @@ def _schedule(config: Config) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, .
             "config fields 'compress_ratios' and 'layer_types' are missing",
             hint="the released models differ in their schedules, so none is assumed: take it from the checkpoint",
         )
-    if by_ratio is not None and by_type is not None and by_ratio != by_type:
+    if ratios and types and by_ratio is not None and by_type is not None and by_ratio != by_type:
         index = next(index for index, (one, other) in enumerate(zip(by_ratio, by_type)) if one != other)
         raise SpecError(
             f"layer {index}: compress_ratios has {ratios[index]}, but layer_types has {types[index]!r}",

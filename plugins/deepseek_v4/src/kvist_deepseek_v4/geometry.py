@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvist.errors import SpecError
-from kvist.spec import CacheSpec, History, Layer, Stream
+from kvist.spec import CacheSpec, History, Layer, Stream, Window
 
 #: Names of the streams: the window's rows; compressed rows and what they are made from; the same of the index.
 KV, COMPRESSED, STATE, INDEX_K, INDEX_STATE = "kv", "compressed", "state", "index_k", "index_state"
@@ -99,9 +99,9 @@ def _row(stream: Stream, where: str, tokens_per_row: int) -> int:
 
 def _window(stream: Stream, where: str) -> int:
     """How far back the stream is read, the query's own token included."""
-    tokens = getattr(stream.retention, "tokens", None)
-    if not isinstance(tokens, int) or getattr(stream.retention, "sinks", 0):
+    retention = stream.retention
+    if not isinstance(retention, Window) or retention.sinks:
         raise SpecError(
             f"{where} stream {stream.name!r} is kept for {stream.retention}, expected a Window without sinks"
         )
-    return tokens
+    return retention.tokens

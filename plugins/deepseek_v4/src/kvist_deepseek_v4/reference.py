@@ -200,8 +200,7 @@ class ReferenceBackend(AttentionBackend):
             )
             scores = torch.cat((query[queries] @ rows.T, query[queries] @ own.transpose(1, 2)), dim=-1)
             weights = _weights(scores, torch.cat((seen[queries], ids[queries] >= 0), dim=-1), inputs)
-            near, far = weights.split([len(rows), own.shape[1]], dim=-1)
-            output[queries] = near @ rows + far @ own
+            output[queries] = weights[..., : len(rows)] @ rows + weights[..., len(rows) :] @ own
         return output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvist.errors import StateError
@@ -69,5 +70,5 @@ class StreamRows:
         """``rows`` as they will be read back."""
         return rows.to(self.view.dtype)
 
-    def _index(self, numbers: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _index(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self.view.device)
