@@ -63,6 +63,16 @@ def test_plugins_depend_on_the_core_of_this_checkout_and_on_no_other_plugin():
         assert ours == [wanted], member
 
 
+def test_every_plugin_names_its_suites():
+    """`kvist conform` would say only that there are none."""
+    for member in MEMBERS:
+        if member != TEMPLATE:
+            points = project(member)["entry-points"]
+            assert list(points["kvist.conformance"]) == list(points["kvist"]), member
+            (module,) = points["kvist.conformance"].values()
+            assert (ROOT / member / "src" / module.replace(".", "/")).with_suffix(".py").is_file(), module
+
+
 def test_development_pins_torch_and_transformers_exactly():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
