@@ -55,8 +55,8 @@ class Retention(Protocol):
     @property
     def ring(self) -> int:
         """0: a page has the rows of a whole block. Otherwise the rows of the last so many tokens of its block that are
-        written, the row of position ``p`` in slot ``p % ring``. Every block's page is then kept while the sequence
-        lives, because it is small, and others resume where a block ends."""
+        written, the row of position ``p`` in slot ``p % ring``. Others then resume where a block ends, or a sequence
+        did: inside a block the ring holds later rows already."""
 
     @property
     def most_drafts(self) -> int | None:
@@ -294,6 +294,8 @@ class Stream:
     retention: how long rows are needed.
     tokens_per_row: tokens one row stands for (1, or e.g. 4 and 128 for compressed rows).
     sharding: how tensor-parallel ranks split the row.
+    continued: may a sequence resume inside a row's tokens? So it is where another stream keeps what the row is made
+        from, and the backend makes it when its last token comes. Otherwise reuse ends where rows are whole.
     """
 
     name: str
@@ -301,6 +303,7 @@ class Stream:
     retention: Retention
     tokens_per_row: int = 1
     sharding: Sharding = Replicated()
+    continued: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.tokens_per_row < 1:

@@ -659,7 +659,7 @@ def test_a_ragged_prompt_is_refused() -> None:
 
 
 def test_rings_resume_where_blocks_end_and_take_back_few_drafts() -> None:
-    manager = manager_of(40, History(), Window(2, ring=3))
+    manager = manager_of(40, History(), Window(2, ring=3), restore=RestorePolicy(every_blocks=1))
     cached(manager, range(1, 15))
     # 14 tokens: three whole blocks, and the open one that ended with its ring as it is.
     assert [manager.probe(tokens(range(1, n), 99)) for n in (4, 5, 8, 12, 14, 15)] == [0, 4, 4, 8, 12, 14]

@@ -1,4 +1,4 @@
-"""The suites that the distribution ships, as one of its own tests."""
+"""The suites that the distribution ships, as one of its own tests; ``interpreted_kernels.py`` has the kernels' one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from kvist.testing.packaging import Config, PluginTests
 from kvist.testing.spec import CacheSpecTests
 from kvist_mamba.backend import ReferenceBackend
 from kvist_mamba.inputs import KINDS
-from kvist_mamba.testing import RecurrentBackendTests
+from kvist_mamba.testing import RecurrentBackendTests, recurrent_case
 from kvist_mamba.tiny import COMMON, CONFIGS
 
 
@@ -76,3 +76,9 @@ class TestReference(RecurrentBackendTests):
 
     backend = ReferenceBackend
     features = frozenset(KINDS)
+    cases = (
+        *RecurrentBackendTests.cases,
+        recurrent_case("mamba2", rollback="replay", history_tokens=4),
+        recurrent_case("mamba2", "bfloat16"),
+        recurrent_case("delta_net", "bfloat16", rollback="replay", history_tokens=5),
+    )

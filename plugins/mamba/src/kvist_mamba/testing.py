@@ -1,12 +1,11 @@
-"""The contract's tests for backends of the family ``"recurrent"``: an author names the backend and its features only.
+"""Conformance tests for backends of recurrent layers: subclass :class:`RecurrentBackendTests`.
 
-Needs ``pip install 'kvist-mamba[testing]'``.
+The clauses are in ``docs/reference/contract/backends.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from kvist_mamba.spec import cache_spec
 
 _ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 1000}
 #: Two layers of each kind; what else the models have is served by others.
-_CONFIGS = {
+CONFIGS = {
     "mamba1": {"model_type": "mamba", "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2},
     "mamba2": {
         "model_type": "mamba2",
@@ -58,9 +57,10 @@ _CONFIGS = {
 }
 
 
-def _case(kind: str, dtype: str = "float32", **options: object) -> Case:
+def recurrent_case(kind: str, dtype: str = "float32", **options: Any) -> Case:
+    """Two layers of one kind of mixer. options: of :func:`kvist_mamba.cache_spec`."""
     name = "-".join([kind, dtype, *(["replay"] if options else [])])
-    spec = cache_spec(_CONFIGS[kind], block_tokens=8, dtype=dtype, **options).only(STREAMS)
+    spec = cache_spec(CONFIGS[kind], block_tokens=8, dtype=dtype, **options).only(STREAMS)
     return Case(name=name, spec=spec, dtype=dtype, features=frozenset({kind}))
 
 
@@ -72,19 +72,10 @@ def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     return {stream.name: stream.row.shape for stream in layer.streams}
 
 
-#: Every kind, both ways to take drafts back, and smaller numbers.
-CASES = (
-    *(_case(kind) for kind in KINDS),
-    _case("mamba2", rollback="replay", history_tokens=4),
-    _case("mamba2", "bfloat16"),
-    _case("delta_net", "bfloat16", rollback="replay", history_tokens=5),
-)
-
-
 class RecurrentBackendTests(AttentionBackendTests):
-    """Give ``backend``, and as ``features`` the kinds of mixers that it serves."""
+    """Fill in ``backend``, and ``features`` with the kinds of mixers that it serves."""
 
-    cases: ClassVar[Sequence[Case]] = CASES
+    cases = tuple(recurrent_case(kind) for kind in KINDS)
     constants = frozenset({"conv_weight", "conv_bias", "a", "d", "dt_bias"})
 
     def inputs(self, case: Case, layer: Layer, token_count: int, generator: torch.Generator) -> RecurrentInputs:
