@@ -114,6 +114,7 @@ _LISTED = (
     ("CM-17", "claim: sources not leased"),
     ("CM-18", "publish: switches in flight"),
     ("CM-19", "manager: copies not repeated"),
+    ("CM-19", "residents: lost with the step"),
     ("CM-20", "commit: drafts are decided"),
     ("CM-20", "states: wrong draft"),
     ("CM-20", "states: scratch pages stay"),

@@ -271,6 +271,35 @@ class StepTests(ManagerAuthor):
 
         self.each(scenario)
 
+    @pytest.mark.clause("CM-19")
+    def test_a_step_that_failed_costs_no_whole_block(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            sequence = engine.open(range(block + 1))
+            engine.prefill(sequence)
+            for _ in range(2 * block):
+                engine.run(Run(sequence, 1))
+            # Only now are the ids known of what was generated.
+            engine.learn(sequence, 0)
+            text = sequence.tokens.tolist()
+            engine.manager.cancel(engine.launch(Run(sequence, 1)).step, ran=True)
+            engine.audit()
+            other = engine.open(*text, 77)
+            assert other.matched == 3 * block, (
+                f"{other.matched} of {3 * block} tokens in whole blocks are known after a step behind them failed"
+            )
+            engine.resume(sequence)
+            engine.prefill(sequence, other)
+            engine.decode(sequence, block)
+            engine.close(sequence, other)
+            engine.drained()
+
+        self.each(
+            scenario,
+            only=lambda layout: layout.has_states or layout.has_rings,
+            unless="no mix has states or rings",
+        )
+
     @pytest.mark.clause("CM-20")
     def test_rejected_drafts_leave_nothing_behind(self) -> None:
         def scenario(engine: Engine) -> None:
