@@ -154,7 +154,8 @@ def error(quick: bool) -> Figure:
     sys.path.insert(0, str(_SUPPORT))
     import torch
     from mamba_drive import Drive
-    from mamba_models import CONFIGS
+
+    from kvist_mamba.tiny import CONFIGS
 
     torch.set_num_threads(1)
     count = 40 if quick else 150

@@ -84,6 +84,14 @@ def test_the_plugin_is_loaded_and_used(made):
     assert printed == "'chunked-torch' of kvist-chunked 0.1.0 serves 2 layers that keep something\n"
 
 
+def test_its_retention_has_all_that_one_has_to_have(made):
+    """The kit says it too, in the slow set."""
+    folder, environ = made
+    check = "from kvist.spec import Retention\nfrom kvist_chunked.retention import Chunk\n"
+    (folder / "check.py").write_text(check + "print(isinstance(Chunk(8), Retention))")
+    assert ran(["check"], folder, environ) == "True\n"
+
+
 @pytest.mark.slow
 def test_the_plugin_passes_the_kit(made):
     folder, environ = made
@@ -94,24 +102,26 @@ def test_the_plugin_passes_the_kit(made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "old", "new", "told"),
+    ("file", "old", "new", "suite", "told"),
     [
         (
             "backend",
             " & (read // kept.chunk == queries[:, None] // kept.chunk)",
             "",
+            "TestBackend",
             "AB-04 Outputs are those of dense",
         ),
         (
             "retention",
             "end = begin // block_tokens",
             "end = begin // block_tokens + 1",
+            "TestSpec",
             "CM-04 A retention tells what queries read",
         ),
     ],
     ids=["attends across chunks", "drops a block too early"],
 )
-def test_the_faults_that_it_suggests_are_found(made, file, old, new, told):
+def test_the_faults_that_it_suggests_are_found(made, file, old, new, suite, told):
     folder, environ = made
     path = folder / "src" / "kvist_chunked" / f"{file}.py"
     right = path.read_text()
@@ -119,7 +129,7 @@ def test_the_faults_that_it_suggests_are_found(made, file, old, new, told):
     path.write_text(right.replace(old, new))
     try:
         with pytest.raises(AssertionError) as caught:
-            ran(["pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestSpec"], folder, environ)
+            ran(["pytest", "-q", "-p", "no:cacheprovider", "-k", suite], folder, environ)
     finally:
         path.write_text(right)
     assert told in str(caught.value)

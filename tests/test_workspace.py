@@ -63,6 +63,15 @@ def test_plugins_depend_on_the_core_of_this_checkout_and_on_no_other_plugin():
         assert ours == [wanted], member
 
 
+def test_suites_are_named_like_their_plugin_and_are_there():
+    """`kvist conform` would say only that there are none."""
+    for member in MEMBERS:
+        points = project(member)["entry-points"]
+        for name, module in points.get("kvist.conformance", {}).items():
+            assert name in points["kvist"], member
+            assert (ROOT / member / "src" / module.replace(".", "/")).with_suffix(".py").is_file(), module
+
+
 def test_development_pins_torch_and_transformers_exactly():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]

@@ -89,7 +89,7 @@ class Follower:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block", [1, 3, 4])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_set_kept_from_events_is_the_index(mix: str, block: int, seed: int) -> None:
     rng = np.random.default_rng([52, seed, block, len(mix)])
     pages = int(rng.integers(30, 80)) * len(MIXES[mix]) // block

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from cache_traffic import Traffic
@@ -29,9 +31,14 @@ MIXES = {
 TIERS = {"host": (2.5, False), "small host": (0.3, False), "disk": (0.0, True), "both": (0.5, True)}
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def each_run():
+    """In the quick set: every mix over host and disk, and every kind of retention at once over each kind of tiers."""
+    for seed, tiers, mix in itertools.product(range(5), TIERS, MIXES):
+        quick = seed == 0 and (tiers == "both" or mix == "history+window+state")
+        yield pytest.param(mix, tiers, seed, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("mix", "tiers", "seed"), list(each_run()))
 def test_every_read_is_clean_in_every_order_of_copies(mix: str, tiers: str, seed: int, tmp_path) -> None:
     run(mix, tiers, seed, tmp_path / "disk")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mamba_drive import Drive
-from mamba_models import CONFIGS
 
 from kvist.restore import RestorePolicy
+from kvist_mamba.tiny import CONFIGS
 
 FAMILIES = sorted(CONFIGS)
 #: One of each kind of mixer.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hybrid_drive import TOLERANCE, WatchedEngine, room
 from hybrid_models import FAMILIES, SOME, hybrid_model, relative_error, tokens
-from mamba_models import CONFIGS
 from transformers import DynamicCache
 
 from kvist.errors import SpecError, StateError
@@ -17,6 +16,7 @@ from kvist.restore import RestorePolicy
 from kvist_mamba import cache_spec
 from kvist_mamba import families as served
 from kvist_mamba.mixers import MIXERS, recurrent_mixers
+from kvist_mamba.tiny import CONFIGS
 from kvist_mamba.transformers import HybridAdapter
 from kvist_transformers import Engine, Request
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from mamba_models import _COMMON, CONFIGS
+from mamba_models import FIELDS
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvist_mamba.tiny import COMMON, CONFIGS
 
 FAMILIES = sorted(CONFIGS)
 #: One of each kind of mixer, and one whose layers have a mixer and attention.
@@ -16,14 +18,14 @@ SOME = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")
 #: By how much weights are spread, so that states are not trivially small. With larger ones some heads of the delta net
 #: put out next to nothing before they are normed, and transformers' own two ways to compute it differ by 2e-5.
 _SPREAD = {"qwen3_next": 2.0}
-VOCABULARY = _COMMON["vocab_size"]
+VOCABULARY = COMMON["vocab_size"]
 
 
 @cache
 def _model(model_type: str, overrides: tuple[tuple[str, Any], ...], which: str) -> Any:
     # Lists, which cannot be keys, come as tuples.
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in overrides}
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **fields})
+    config = AutoConfig.for_model(model_type, **{**FIELDS, **CONFIGS[model_type], **fields})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
