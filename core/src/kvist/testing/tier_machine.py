@@ -48,6 +48,7 @@ TIER_OPERATIONS = {
     "disk_full": 1,
     "restart": 1,
     "clear": 2,
+    "fork": 8,
 }
 
 
