@@ -26,8 +26,8 @@ class Connection:
 
     key: of this end; peers address it by that. there: the peer's, 0 until it is known. endpoint: ``None`` before the
     first step and after the last. process: a descriptor of the peer's process, or ``None`` if it is on another machine.
-    ended: nothing goes over it any more, for this ``reason``. leaving: was it given up by this end? dead: has the peer's
-    process ended? released: has the peer said that it ended too?
+    ended: nothing goes over it any more, for this ``reason``. leaving: was it given up by this end? dead: has the
+    peer's process ended? released: has the peer said that it ended too? reported: has the transport said so?
     """
 
     peer: Peer
@@ -132,11 +132,10 @@ class Connection:
                 return False
             self._closing = None
         self._sends = [request for request in self._sends if request.poll() is None]
-        if self._sends or not all([write.drained() for write in self._writes]):
+        if self._sends or not all(write.drained() for write in self._writes):
             return False
-        answers += [
-            Done(each.token) if each.done else Failed(each.token, self.reason, each.begun) for each in self._writes
-        ]
+        for write in self._writes:
+            answers.append(Done(write.token) if write.done else Failed(write.token, self.reason, write.begun))
         writes = [each for each in self._waiting if isinstance(each, Write)]
         answers += [Failed(write.token, self.reason, in_doubt=False) for write in writes]
         self._writes.clear()

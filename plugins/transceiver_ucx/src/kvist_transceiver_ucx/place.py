@@ -30,8 +30,10 @@ def here() -> Place:
 
 
 def watch(place: Place) -> int | None:
-    """A descriptor that becomes readable when the process ends; ``None`` if it has ended. The caller closes it. ``place``
-    is in our namespace of processes."""
+    """A descriptor that becomes readable when the process ends; ``None`` if it has ended. The caller closes it.
+
+    ``place`` is in our namespace of processes.
+    """
     try:
         descriptor = os.pidfd_open(place.pid)
     except ProcessLookupError:

@@ -32,8 +32,8 @@ from kvist_transceiver_ucx.progress import Progress
 from kvist_transceiver_ucx.ucp import Context, Memory, prove
 from kvist_transceiver_ucx.writes import Write
 
-#: Of any UCX; ``devices`` is what the library says. A peer that lives keeps what it has mapped, and UCX can take nothing
-#: back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
+#: Of any UCX; ``devices`` is what the library says. A peer that lives keeps what it has mapped, and UCX can take
+#: nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
 CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     allocates=True,

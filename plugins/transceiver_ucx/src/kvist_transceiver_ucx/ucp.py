@@ -282,10 +282,12 @@ class Endpoint:
 
 
 def prove(context: Context) -> None:
-    """Write eight bytes to ourselves and look at them. Raises TransferError when the library does not do what it should,
-    before a peer relies on it."""
+    """Write eight bytes to ourselves and look at them, before a peer relies on it.
+
+    Raises TransferError when the library does not do what it should.
+    """
     memory = context.map(None, 16, "cpu")
-    worker = Worker(context, lambda header, data: None)
+    worker = Worker(context, lambda *_: None)
     endpoint = worker.connect(worker.address())
     seen = ffi.cast("unsigned char *", memory.address)
     ffi.buffer(seen, 16)[:] = bytes(range(1, 9)) + bytes(8)

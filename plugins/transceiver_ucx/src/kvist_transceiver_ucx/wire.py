@@ -103,7 +103,7 @@ def require_compatible(hello: Hello, version: Version, place: Place, *, shares_m
         return
     if hello.shares_memory and shares_memory:
         raise IncompatibleError(
-            f"{hello.name!r} may share memory with us, but its processes cannot be seen from here: nobody could tell when "
-            "its writes have ended",
+            f"{hello.name!r} may share memory with us, but its processes cannot be seen from here: nobody could tell "
+            "when its writes have ended",
             hint="run both in one namespace of processes, or set UCX_TLS=tcp on one side",
         )
