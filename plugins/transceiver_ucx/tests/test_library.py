@@ -115,8 +115,8 @@ def test_who_may_talk_to_whom():
     assert check(hello(scheme="tcp")) == "'other' speaks version 1 of 'tcp', we speak version 1 of 'ucx'"
     container = msgspec.structs.replace(HERE, processes="pid:[2]")
     assert check(hello(place=container)) == (
-        "'other' may share memory with us, but its processes cannot be seen from here: nobody could tell when its writes "
-        "have ended"
+        "'other' may share memory with us, but its processes cannot be seen from here: nobody could tell when its "
+        "writes have ended"
     )
     assert (
         check(hello(place=container, shares_memory=False)) == check(hello(place=container), shares_memory=False) == ""

@@ -132,7 +132,9 @@ class Connection:
                 return False
             self._closing = None
         self._sends = [request for request in self._sends if request.poll() is None]
-        if self._sends or not all(write.drained() for write in self._writes):
+        if (self._sends or not all(write.drained() for write in self._writes)) and not self.dead:
+            # What waits for room in the memory of a peer that does not run ends when it runs again. Of one that has
+            # ended it never does, and never reads our memory either.
             return False
         for write in self._writes:
             answers.append(Done(write.token) if write.done else Failed(write.token, self.reason, write.begun))

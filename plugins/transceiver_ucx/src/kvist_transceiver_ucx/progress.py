@@ -23,6 +23,10 @@ from kvist_transceiver_ucx.writes import Write
 
 #: How long ``close`` lets farewells take.
 _CLOSE_S = 1.0
+#: Without sleep, ends of processes are looked for this often.
+_LOOK_S = 0.01
+#: So long UCX may have its way when it wants to be called again and nothing happens; then with pauses.
+_EAGER_S, _PAUSE_S = 0.002, 0.0005
 #: Calls of UCX's progress in one go.
 _PROGRESS = 64
 #: Farewells that came before the greeting of their connection are remembered, this many.
@@ -48,6 +52,7 @@ class Progress:
         self._gone: deque[int] = deque(maxlen=_REMEMBERED)
         self._events: list[Event] = []
         self._stopping = False
+        self._idle_s: float | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.epoll()
         self._poll.register(self._bell, select.EPOLLIN)
@@ -102,7 +107,7 @@ class Progress:
     # The loop.
 
     def _run(self) -> None:
-        until_s = float("inf")
+        until_s, looked_s = float("inf"), 0.0
         while True:
             moved = self._progressed()
             while self._commands:
@@ -111,6 +116,8 @@ class Progress:
                 self._take(*self._arrivals.popleft())
             now_s = time.monotonic()
             more = self._advance(now_s)
+            if moved:
+                self._idle_s = None
             if self._events:
                 events, self._events = self._events, []
                 self._emit(events)
@@ -119,8 +126,14 @@ class Progress:
                 quiet = all(leave.sent or leave.connection.dead for leave in self._leaving)
                 if not self._live and ((quiet and now_s >= until_s - _CLOSE_S + 0.05) or now_s >= until_s):
                     break
-            if not moved and not more and not self._commands and self._worker.arm():
-                self._sleep(0.01 if self._stopping else self._due_s(now_s))
+            if not moved and not more and not self._commands:
+                if self._worker.arm():
+                    self._sleep(0.01 if self._stopping else self._due_s(now_s))
+                else:
+                    self._look(now_s)
+            elif now_s >= looked_s + _LOOK_S:
+                looked_s = now_s
+                self._sleep(0.0)
         self._finish()
 
     def _progressed(self) -> bool:
@@ -140,6 +153,15 @@ class Progress:
                 self._released(connection, "its process has ended")
             if self._book.watching(descriptor):
                 self._poll.unregister(descriptor)
+
+    def _look(self, now_s: float) -> None:
+        """UCX wants to be called again at once. It also says so as long as a peer that does not run leaves no room in
+        shared memory; so that takes no processor, and ends of processes are seen meanwhile."""
+        if self._idle_s is None:
+            self._idle_s = now_s
+        self._sleep(0.0)
+        if now_s >= self._idle_s + _EAGER_S:
+            time.sleep(_PAUSE_S)
 
     def _due_s(self, now_s: float) -> float | None:
         due = [leave.until_s for leave in self._leaving]

@@ -225,7 +225,9 @@ def _beyond(fragments: Fragments, hello: wire.Hello) -> str:
     if not 0 <= at < len(hello.regions):
         return f"{hello.name!r} has no region {at}"
     ends: npt.NDArray[np.int64] = fragments.destinations + fragments.byte_counts
-    begin, end = int(fragments.destinations.min(initial=0)), int(ends.max(initial=0))
+    if not len(fragments):
+        return ""
+    begin, end = int(fragments.destinations.min()), int(ends.max())
     if begin < 0 or end > hello.regions[at].byte_count:
         return f"it writes bytes {begin}..{end} of region {at}, which has {hello.regions[at].byte_count}"
     return ""
