@@ -60,7 +60,7 @@ def test_bytes_and_messages_arrive(settings):
         rng = np.random.default_rng(3)
         token = 0
         for source in (0, 1):
-            for destination in (0, 1):
+            for destination in (0, 1) if settings.get("TLS") == "tcp" else (0,):
                 # 1,000 fragments of uneven sizes, in another order there, with gaps between them.
                 sizes = rng.integers(0, 900, 1000)
                 begins = np.arange(1000) * 1000 + 7
@@ -71,7 +71,7 @@ def test_bytes_and_messages_arrive(settings):
                 end.transport.write(peer, fragments(copies, source, destination), 0, token)
                 end.transport.message(peer, b"after %d" % token)
                 assert end.answer(token) == Done(token)
-                if source == 1:  # The second write lies over the first one.
+                if source == 1:  # It lies over the first one.
                     continue
                 wanted = np.zeros(SIZE, np.uint8)
                 for begin, to, size in copies:
@@ -82,7 +82,7 @@ def test_bytes_and_messages_arrive(settings):
         end.transport.message(peer, b"")
         end.until(lambda: any(isinstance(e, Message) and e.data == b"" for e in other.call("seen")))
         heard = [e.data for e in other.call("seen") if isinstance(e, Message)]
-        assert heard == [b"after 1", b"after 2", b"after 3", b"after 4", long, b""]
+        assert heard == [*(b"after %d" % number for number in range(1, token + 1)), long, b""]
         closed(end)
 
 
@@ -93,9 +93,8 @@ def test_evidence_comes_after_the_data(quick):
         back = other.call("connect", end.transport.hello())
         for number in range(1, 9):
             peer = end.first(Connected).peer
-            other.call("write", back, fragments([(0, number, SIZE)], 0, 1), number)
-            end.transport.write(peer, fragments([(0, 0, 4 * SIZE)], 0, 1), 0, number)
-            end.memory[0][:0] = 0
+            other.call("write", back, fragments([(0, number, SIZE)]), number)
+            end.transport.write(peer, fragments([(0, 2 * SIZE, SIZE)]), 0, number)
             assert end.answer(number) == Done(number)
         # Both wrote at once, over one connection.
         assert len(end.all(Connected)) == 1
@@ -149,14 +148,15 @@ def test_a_killed_peer_is_noticed_and_its_writes_fail(quick):
         end.first(Connected)
         other.signal(signal.SIGSTOP)
         for token in range(200):
-            end.transport.write(peer, fragments([(0, 0, SIZE)], 0, 1), 0, token)
+            end.transport.write(peer, fragments([(0, 0, SIZE)]), 0, token)
         other.signal(signal.SIGKILL)
         began_s = time.monotonic()
         assert end.first(PeerDown, limit_s=5.0).peer == peer
-        assert time.monotonic() - began_s < 3.0
+        assert time.monotonic() - began_s < 4.0
         answers = [end.answer(token) for token in range(200)]
-        assert all(isinstance(e, Done | Failed) for e in answers) and isinstance(answers[-1], Failed)
-        assert answers[-1].reason
+        assert all(isinstance(e, Done | Failed) for e in answers)
+        if quick:  # Over shared memory all may have been there before it was killed.
+            assert isinstance(answers[-1], Failed) and answers[-1].reason
         end.transport.write(peer, fragments([(0, 0, 8)]), 0, 1000)
         assert end.answer(1000) == Failed(1000, f"{peer} is gone", in_doubt=False)
         end.transport.disconnect(peer)
@@ -200,25 +200,18 @@ def test_a_stopped_peer_hangs_nobody_and_comes_back(quick):
         closed(end)
 
 
-def test_what_waits_for_a_stopped_peers_memory_takes_no_processor_and_ends_with_it():
-    """Registered memory of the peer is written with its help: over shared memory, UCX ends nothing before it runs."""
+def test_registered_memory_of_a_peer_is_not_written_over_shared_memory():
     end = End("here", {}, SIZE)
     with OtherProcess({}, SIZE) as other:
         peer = end.transport.connect(other.hello)
-        end.first(Connected)
-        other.signal(signal.SIGSTOP)
-        for token in range(50):
-            end.transport.write(peer, fragments([(0, 0, SIZE)], 0, 1), 0, token)
-        time.sleep(0.3)
-        begin_s = time.process_time()
-        time.sleep(1.0)
-        assert time.process_time() - begin_s < 0.4
-        end.transport.disconnect(peer)
-        end.seen += end.transport.poll(0.3)
-        other.signal(signal.SIGCONT)
-        end.first(Closed)
-        assert {e.token for e in end.seen if isinstance(e, Done | Failed)} == set(range(50))
-        end.transport.close()
+        end.transport.write(peer, fragments([(0, 0, 8)], 0, 1), 0, 1)
+        why = "region 1 of 'other' was registered; over shared memory only what allocate() gave can be written"
+        assert end.answer(1) == Failed(1, why, in_doubt=False)
+        end.memory[1][:] = 5
+        end.transport.write(peer, fragments([(0, 0, 8)], 1, 0), 0, 2)
+        assert end.answer(2) == Done(2)
+        assert other.call("bytes", 0, 0, 9) == bytes([5] * 8 + [0])
+        closed(end)
 
 
 @both
@@ -228,7 +221,7 @@ def test_a_writer_that_is_killed_writes_nothing_after_it_is_down(quick):
     with OtherProcess(quick, size) as other:
         back = other.call("connect", end.transport.hello())
         end.first(Connected)
-        whole = fragments([(0, 0, size)], 0, 1)
+        whole = fragments([(0, 0, size)])
         for token in range(20):
             other.call("write", back, whole, token)
         other.signal(signal.SIGKILL)

@@ -40,6 +40,7 @@ class Connection:
     leaving: bool = False
     reason: str = ""
     dead: bool = False
+    dead_s: float = 0.0
     released: bool = False
     reported: bool = False
     _closing: Request | None = None
@@ -119,7 +120,9 @@ class Connection:
 
     def shut(self) -> None:
         """Begin to close the endpoint, for good."""
-        if self.endpoint is not None:
+        if self.endpoint is not None and (not self.dead or self.endpoint.failure):
+            # UCX crashes when an endpoint is closed over which it answers writes of a process that has ended, unless it
+            # has seen that itself. Such an endpoint stays until the worker goes.
             try:
                 self._closing = self.endpoint.close()
             except UcxError:

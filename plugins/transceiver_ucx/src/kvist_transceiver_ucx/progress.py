@@ -27,6 +27,8 @@ _CLOSE_S = 1.0
 _LOOK_S = 0.01
 #: So long UCX may have its way when it wants to be called again and nothing happens; then with pauses.
 _EAGER_S, _PAUSE_S = 0.002, 0.0005
+#: So long what a process had sent may arrive after its end; it lies in this machine's memory.
+_DEAD_S = 0.1
 #: Calls of UCX's progress in one go.
 _PROGRESS = 64
 #: Farewells that came before the greeting of their connection are remembered, this many.
@@ -150,7 +152,8 @@ class Progress:
                 continue
             for connection in self._book.watching(descriptor):
                 connection.dead = True
-                self._released(connection, "its process has ended")
+                if connection not in self._live:
+                    self._released(connection, "its process has ended")
             if self._book.watching(descriptor):
                 self._poll.unregister(descriptor)
 
@@ -165,6 +168,7 @@ class Progress:
 
     def _due_s(self, now_s: float) -> float | None:
         due = [leave.until_s for leave in self._leaving]
+        due += [each.dead_s + _DEAD_S for each in self._live if each.dead and not each.ended]
         return max(0.0, min(due) - now_s) if due else None
 
     def _finish(self) -> None:
@@ -215,7 +219,12 @@ class Progress:
         answers_of: list[Done | Failed] = answers
         for connection in list(self._live):
             if not connection.ended and connection.endpoint is not None:
-                if connection.endpoint.failure:
+                if connection.dead and (connection.endpoint.failure or not connection.open):
+                    self._released(connection, "its process has ended")
+                elif connection.dead and not connection.endpoint.failure:
+                    # What the dead had sent is taken in first, so that none of it comes later.
+                    self._ripen(connection, now_s)
+                elif connection.endpoint.failure:
                     why = describe(self._context.library, connection.endpoint.failure)
                     self._end(connection, f"the connection broke: {why}")
                 else:
@@ -239,6 +248,11 @@ class Progress:
             if over:
                 self._leaving.remove(leave)
         return more
+
+    def _ripen(self, connection: Connection, now_s: float) -> None:
+        connection.dead_s = connection.dead_s or now_s
+        if now_s >= connection.dead_s + _DEAD_S:
+            self._released(connection, "its process has ended")
 
     def _ended(self, connection: Connection) -> None:
         """Its endpoint is closed, its writes have their answers."""

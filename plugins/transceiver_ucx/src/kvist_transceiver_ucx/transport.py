@@ -115,7 +115,7 @@ class UcxTransport:
         with self._book.changed:
             if self._hello is None:
                 regions = [
-                    wire.RemoteRegion(region.address, region.byte_count, memory.key())
+                    wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key())
                     for region, memory in zip(self._regions, self._memories)
                 ]
                 self._progress.hello = wire.Hello(
@@ -157,7 +157,7 @@ class UcxTransport:
             if connection is None or connection.ended or connection.leaving:
                 self._emit([Failed(token, f"{peer} is gone", in_doubt=False)])
                 return
-            refusal = _beyond(fragments, connection.hello)
+            refusal = _beyond(fragments, connection.hello) or self._unshared(fragments, connection.hello)
             if refusal:
                 self._emit([Failed(token, refusal, in_doubt=False)])
                 return
@@ -213,6 +213,20 @@ class UcxTransport:
             self._events += events
             self._unanswered.difference_update(each.token for each in events if isinstance(each, Done | Failed))
             self._book.changed.notify_all()
+
+    def _unshared(self, fragments: Fragments, hello: wire.Hello) -> str:
+        """Why memory that the peer registered must not be written; empty if it may.
+
+        Over shared memory UCX would send such bytes as messages, and the receiving process crashes if the sender is
+        killed meanwhile (seen with UCX 1.22).
+        """
+        near = hello.place.machine == self._place.machine and hello.shares_memory and self._shares_memory
+        if not near or not len(fragments) or hello.regions[fragments.destination_region].allocated:
+            return ""
+        return (
+            f"region {fragments.destination_region} of {hello.name!r} was registered; over shared memory only what "
+            "allocate() gave can be written"
+        )
 
     def _may_share_memory(self) -> bool:
         lanes = self._context.lanes()

@@ -19,9 +19,10 @@ GREETING, WELCOME, MESSAGE, FAREWELL = 1, 2, 3, 4
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """Memory that a peer may write to."""
+    """Memory that a peer may write to. ``allocated``: by the transport, so that it can be shared."""
 
     address: int
+    allocated: bool
     byte_count: int
     key: bytes
 
