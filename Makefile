@@ -11,8 +11,11 @@ READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
 INPUTS := requirements-dev.txt constraints.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
+# A process per core with one thread each; files stay together, because their tests share models.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench install weights clean
+.PHONY: help demo test slow lint bench install weights clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | while IFS='	' read -r name text; do \
@@ -22,7 +25,10 @@ demo: $(READY) $(WEIGHTS)  ## a real model on Kvist, beside the library alone (a
 	$(BIN)/kvist demo
 
 test: $(READY)  ## the tests that take seconds
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
+
+slow: $(READY)  ## the tests that take longer
+	$(PYTEST) -m slow
 
 lint: $(READY)  ## style, format and types
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
 """Random traffic against models: operations without a violation, and planted faults that it notices.
 
-The machine of kvist.testing.machine drives everything that the contract of the cache manager allows, in
-any order, on random mixes of retentions and arenas of any tightness. Steps are executed some time after their commit by
-an owner of the memory that stores a value per row; a model that stores every token prefix bounds what may and what must
-be reused. Every fifth operation all books are audited.
+The machine of kvist.testing.machine drives everything that the contract of the cache manager allows, in any order, on
+random mixes of retentions and arenas of any tightness; that of kvist.testing.tier_machine does so with host and disk
+below the device, whose copies run in any order and fail, and whose process ends at times. Steps are executed some time
+after their commit by an owner of the memory that stores a value per row; a model that stores every token prefix bounds
+what may and what must be reused. Every fifth operation all books are audited.
 
 * operations: in one minute (ten seconds with --quick), by the seeded driver. A violation makes the figure 0.
 * mutants killed: share of the faults in mutants.toml (a quarter of them with --quick), planted one at a time in a copy
@@ -26,14 +27,16 @@ PARTS = ("operations", "mutants")
 
 
 def operations(seconds: float, first_seed: int, target: float | None) -> Figure:
-    result = mutants.drive(mutants.SOURCE, seconds, first_seed)
-    failure = result["failure"]
+    """Two thirds of the time without tiers, one third with them."""
+    plain = mutants.drive(mutants.SOURCE, seconds * 2 / 3, first_seed)
+    tiers = mutants.drive(mutants.SOURCE, seconds / 3, first_seed, "tiers")
+    failure = plain["failure"] or tiers["failure"]
     return Figure(
         figure="fuzz.operations",
-        value=0.0 if failure else float(str(result["operations"])),
+        value=0.0 if failure else float(str(plain["operations"])) + float(str(tiers["operations"])),
         unit="operations",
         target=target,
-        note=f"violation: {failure}" if failure else "",
+        note=f"violation: {failure}" if failure else f"{tiers['operations']} of them with host and disk tiers",
     )
 
 

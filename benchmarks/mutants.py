@@ -23,21 +23,29 @@ SOURCE = ROOT / "core" / "src"
 
 @attrs.frozen
 class Mutant:
-    """file: below ``core/src/kvist``. breaks: what is wrong with it, in words."""
+    """file: below ``core/src/kvist``. breaks: what is wrong with it, in words. kind: what ``kvist.testing.drive`` must
+    drive to notice it."""
 
     name: str
     file: str
     old: str
     new: str
     breaks: str
+    kind: str = "plain"
 
 
 def _read() -> tuple[Mutant, ...]:
     found = tomllib.loads((Path(__file__).with_suffix(".toml")).read_text(encoding="utf-8"))
     return tuple(
-        Mutant(f"{Path(file).stem}: {row['name']}", file, row["old"], row["new"], row["breaks"])
+        Mutant(f"{Path(file).stem}: {row['name']}", file, row["old"], row["new"], row["breaks"], _kind(file, row))
         for file, rows in found.items()
         for row in rows
+    )
+
+
+def _kind(file: str, row: dict[str, str]) -> str:
+    return row.get(
+        "kind", "tiers" if file.startswith(("tiers/", "memory/disk", "memory/blockfile", "watches")) else "plain"
     )
 
 
@@ -68,13 +76,13 @@ def hunt(mutant: Mutant, seconds: float) -> str | None:
     """Run the cache machine on a mutant for at most ``seconds``. Returns how it was caught, ``None`` if it survived."""
     with tempfile.TemporaryDirectory() as folder:
         plant(mutant, Path(folder))
-        return drive(Path(folder), seconds)["failure"]
+        return drive(Path(folder), seconds, kind=mutant.kind)["failure"]
 
 
-def drive(source: Path, seconds: float, first_seed: int = 0) -> dict[str, object]:
+def drive(source: Path, seconds: float, first_seed: int = 0, kind: str = "plain") -> dict[str, object]:
     """Seeded traffic on the core in ``source``, in a process of its own: what kvist.testing.drive prints."""
     environment = {**os.environ, "PYTHONPATH": str(source)}
-    command = [sys.executable, "-m", "kvist.testing.drive", str(seconds), str(first_seed)]
+    command = [sys.executable, "-m", "kvist.testing.drive", str(seconds), str(first_seed), kind]
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 20)
     except subprocess.TimeoutExpired:

@@ -108,6 +108,20 @@ def test_watching_the_cache_runs_as_it_stands(capsys):
     assert "2 requests, 66% of their 150 prompt tokens reused" in capsys.readouterr().out
 
 
+def test_wishing_what_stays_runs_as_it_stands():
+    text = (ROOT / "docs" / "how-to" / "wish-what-stays.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {"__name__": "how-to"}
+    exec(compile(block, "wish-what-stays.md", "exec"), names)
+    # Without the wish the same requests leave nothing of it.
+    manager = names["manager"]
+    manager.clear()
+    names["serve"]([*names["system"], 200, 201])
+    for number in range(20):
+        names["serve"]([1000 + number] * 128)
+    assert manager.probe([*names["system"], 300]) == 0
+
+
 def test_running_hybrid_models_runs_as_it_stands():
     text = (ROOT / "docs" / "how-to" / "run-hybrid-models.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

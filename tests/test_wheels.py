@@ -173,8 +173,7 @@ def test_it_loads_beside_the_core_alone(folder, wheels, tmp_path):
     assert PROJECTS[folder]["name"] in {record["distribution"] for record in told["plugins"]}
     # A module either imports, or says what of an extra it lacks.
     lacking = json.loads(python(clean, "-I", "-W", "error", "-c", IMPORT_ALL, json.dumps(modules(folder))))
-    optional = PROJECTS[folder].get("optional-dependencies", {})
-    extra = {name for texts in optional.values() for name, _ in needed(texts)}
+    extra = closure(folder, extras=True)[1] - closure(folder, extras=False)[1]
     assert set(lacking.values()) <= extra, lacking
     for command in PROJECTS[folder]["entry-points"].get("kvist.commands", {}):
         assert "--help" in python(tmp_path / "bin" / "kvist", command, "--help")

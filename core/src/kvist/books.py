@@ -31,6 +31,7 @@ from kvist.states import States
 from kvist.stats import ManagerStats, Tally, group_stats
 from kvist.step import NO_PAGE, IntArray
 from kvist.tiers.lower import LowerTiers
+from kvist.watches import TreeWatch
 
 
 class Books:
@@ -107,7 +108,11 @@ class Books:
 
     def listen(self, max_blocks: int = 1 << 16) -> Listener:
         if self._events is None:
-            self._events = Events(self.layout, self._tree)
+            events = Events()
+            events.add(TreeWatch(events, self.layout, self._tree))
+            if self._lower is not None:
+                self._lower.watch(events)
+            self._events = events
         return self._events.attach(max_blocks)
 
     def capacity(self, chunk_tokens: int | None = None) -> Capacity:

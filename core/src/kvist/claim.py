@@ -11,6 +11,7 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.match import Match
 from kvist.sequence import Sequence, Sources, Tables
 from kvist.step import NO_PAGE, IntArray, present
+from kvist.wishes import spans
 
 
 class Claims:
@@ -54,6 +55,9 @@ class Claims:
                 break
         sequence.published, sequence.shared, sequence.block_count = boundary, whole, whole
         sequence.advance(length)
+        if sequence.tip is not None and (sequence.wishes or self._tree.wished):
+            for low, high, wish in spans(sequence.wishes, 0, whole):
+                self._tree.wish(sequence.tip, low, high, wish)
         sources = self._sources(match.pages, length)
         if source_of is not None and any(page != NO_PAGE for page in sources):
             # What lies behind the block that is copied must stay evictable: the sequence may need its room.

@@ -18,6 +18,7 @@ from kvist.sequence import Sequence
 from kvist.spec import Scope
 from kvist.stats import Cleared, ManagerStats
 from kvist.step import Step
+from kvist.wishes import Wishes
 
 
 class CacheManager(Protocol):
@@ -36,13 +37,20 @@ class CacheManager(Protocol):
         """Batches of copies between tiers that ``poll`` has not taken in yet."""
 
     def open(
-        self, tokens: npt.ArrayLike, scope: Scope = ..., *, reuse: bool = True, restore_at: SequenceOf[int] = ()
+        self,
+        tokens: npt.ArrayLike,
+        scope: Scope = ...,
+        *,
+        reuse: bool = True,
+        restore_at: SequenceOf[int] = (),
+        wishes: Wishes | None = None,
     ) -> Sequence:
         """A new sequence with the prompt ``tokens`` (int ids), holding what it can reuse; nothing else is allocated.
 
         A read-only int32 array is kept, so nobody may write to its memory afterwards; anything else is copied.
         reuse: ``False`` takes nothing from the cache and gives nothing to it.
         restore_at: positions, rounded down to blocks, at which later prompts should be able to resume.
+        wishes: how long its blocks should stay in the cache, softly; forks have the same.
         Raises RequestError for an empty prompt or ids out of range, CapacityError if it can never fit.
         """
 

@@ -192,12 +192,13 @@ def _choose_gaps(
     keeps: Mapping[int, int],
     shortage: _Shortage,
 ) -> list[Gap]:
-    """Cached pages of sparse groups, of the least recently used extents first, until nothing is lacking.
+    """Cached pages of sparse groups, of the least recently used extents first and of the lowest priority before that,
+    until nothing is lacking.
 
     keeps: blocks that stay of the extents cut before. shortage: with what is freed already; extended.
     """
     gaps = []
-    for extent in sorted(tree.extents(), key=lambda each: each.last_used):
+    for extent in sorted(tree.extents(), key=lambda each: (tree.priority(each), each.last_used)):
         keep = keeps.get(id(extent), extent.block_count)
         for group, sparse in enumerate(ledger.sparse):
             if not sparse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 
 from kvist.policies import NO_MARK, Candidates, EvictionPolicy, LeastRecentlyUsed
@@ -20,7 +21,8 @@ class Keeper:
     """Orders idle leaves by what a policy says. Owns the policy; marks extents of the tree.
 
     Without a policy, leaves go least recently used first, from the tree's own heap: the order of
-    :class:`LeastRecentlyUsed`, at a cost that does not grow with the number of leaves.
+    :class:`LeastRecentlyUsed`, at a cost that does not grow with the number of leaves. Once somebody has made a wish,
+    that policy itself is asked.
     """
 
     def __init__(self, tree: PrefixTree, policy: EvictionPolicy | None) -> None:
@@ -28,7 +30,7 @@ class Keeper:
         self.policy = policy
         #: Does the policy want to know what happens?
         self.learns = policy is not None and policy.learns
-        self._teacher: EvictionPolicy = policy if policy is not None else LeastRecentlyUsed()
+        self._policy: EvictionPolicy = policy if policy is not None else LeastRecentlyUsed()
 
     def key_of(self, start: int, block: IntArray) -> Key:
         """start: token position of a block. block: its tokens."""
@@ -38,27 +40,28 @@ class Keeper:
         self, tip: Extent | None, claimed_mark: int, key: Key | None, length: int, reused: int, cached: int
     ) -> None:
         """A request's tokens are in the tree and end in ``tip``. The arguments are those of ``EvictionPolicy.used``."""
-        mark = self._teacher.used(claimed_mark, key, self.tree.clock, length, reused, cached)
+        mark = self._policy.used(claimed_mark, key, self.tree.clock, length, reused, cached)
         if tip is not None:
             tip.mark = mark
-        self.tree.pass_time(length)
 
     def left_behind(self, rest: Extent) -> None:
         """A request claimed only what lay before ``rest`` in one extent with it."""
-        rest.mark = self._teacher.left_behind(rest.mark, rest.last_used, rest.length)
+        rest.mark = self._policy.left_behind(rest.mark, rest.last_used, rest.length)
 
     def cutting(self, extent: Extent, keep_blocks: int) -> None:
         """All but the first ``keep_blocks`` blocks of a leaf are about to go."""
         block = extent.block_tokens
         first = keep_blocks * block
-        self._teacher.evicted(extent.mark, self.key_of(extent.start + first, extent.tokens[first : first + block]))
+        self._policy.evicted(extent.mark, self.key_of(extent.start + first, extent.tokens[first : first + block]))
         parent = extent.parent
         if not keep_blocks and parent is not None and parent.parent is not None and len(parent.children) == 1:
-            parent.mark = self._teacher.uncovered(parent.mark, extent.mark)
+            parent.mark = self._policy.uncovered(parent.mark, extent.mark)
 
     def queue(self) -> Queue:
         """Idle leaves in the order in which they should go."""
-        return Queue(self.tree) if self.policy is None else _ScoredQueue(self.tree, self.policy)
+        if self.policy is None and not self.tree.wished:
+            return Queue(self.tree)
+        return _ScoredQueue(self.tree, self._policy)
 
 
 class Queue:
@@ -139,5 +142,10 @@ class _ScoredQueue(Queue):
         rows = [(leaf.last_used, leaf.start, leaf.length) for leaf in leaves]
         used, start, length = np.array(rows, np.int64).T
         candidates = Candidates(used, start, length, np.array(marks, np.int64))
+        if self.tree.wished:
+            wishes = [(leaf.wish.priority, leaf.wish.lifetime_tokens) for leaf in leaves]
+            priority, lifetime = np.array(wishes, np.int64).T
+            alive = self.tree.clock - used < lifetime
+            candidates = attrs.evolve(candidates, priority=np.where(alive, priority, 0))
         scores: list[float] = self._policy.score(candidates, self.tree.clock).tolist()
         return scores

@@ -236,8 +236,9 @@ class Layout:
 
     @cached_property
     def reuse_unit(self) -> int:
-        """Tokens between positions at which reuse can end: every stream has whole rows there."""
-        return math.lcm(*(part.stream.tokens_per_row for group in self.groups for part in group.parts))
+        """Tokens between positions at which reuse can end: every stream has whole rows there, or can go on."""
+        streams = [part.stream for group in self.groups for part in group.parts]
+        return math.lcm(*(stream.tokens_per_row for stream in streams if not stream.continued))
 
     def page_capacity(self, group: Group) -> int:
         """Pages ``group`` could hold if it had the whole arena but the floors of others. Slab 0, which holds every
@@ -396,4 +397,4 @@ def _row_count(spec: CacheSpec, layer: Layer, stream: Stream) -> int:
 def _is_sparse(retention: Retention, block_tokens: int) -> bool:
     if retention.exact:
         return True
-    return not retention.ring and bool(retention.droppable(_FAR, 0, block_tokens))
+    return bool(retention.droppable(_FAR, 0, block_tokens))

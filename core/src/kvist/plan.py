@@ -129,8 +129,8 @@ def ordered_runs(
             )
         if most_drafts is not None and run.drafts > most_drafts:
             raise RequestError(
-                f"Run(drafts={run.drafts}): a window's ring can take back {most_drafts} at most",
-                hint="draft fewer tokens, or give the ring of the spec more room",
+                f"Run(drafts={run.drafts}): what the spec keeps can take back {most_drafts} at most",
+                hint="draft fewer tokens, or give the spec's ring or history more room",
             )
         end = sequence.scheduled + run.query_tokens
         if max_tokens is not None and end > max_tokens:
@@ -145,7 +145,7 @@ def accepted_counts(
     runs: SequenceOf[Run], accepted: SequenceOf[int] | None, *, overwrites: bool, most_drafts: int | None
 ) -> list[int]:
     """Tokens of each run that stay; without ``accepted`` the new tokens and no draft. ``overwrites``: there are states
-    or rings, which a run without drafts overwrites. ``most_drafts``: tokens that a ring can take back. Raises
+    or rings, which a run without drafts overwrites. ``most_drafts``: tokens that can be taken back. Raises
     StateError."""
     if accepted is None:
         return [run.new_tokens for run in runs]
@@ -163,7 +163,7 @@ def accepted_counts(
             )
         if most_drafts is not None and run.query_tokens - count > most_drafts:
             raise StateError(
-                f"complete() accepts {count} of {run.query_tokens} tokens, and a window's ring can take back "
-                f"{most_drafts} at most"
+                f"complete() accepts {count} of {run.query_tokens} tokens, and what the spec keeps can take "
+                f"back {most_drafts} at most"
             )
     return kept

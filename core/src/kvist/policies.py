@@ -22,12 +22,18 @@ NO_MARK = -1  #: the mark of an extent about which a policy was never told
 @attrs.frozen(eq=False)
 class Candidates:
     """Leaves that nobody runs on, one row each, as int64 arrays that are the caller's. ``last_used``: the clock when a
-    request last claimed or published the extent. ``start``, ``length``: tokens. ``mark``: what the policy returned."""
+    request last claimed or published the extent. ``start``, ``length``: tokens. ``mark``: what the policy returned.
+    ``priority``: what requests wish, from -10 to 10; 0 without a wish and once its lifetime is over."""
 
     last_used: Ints
     start: Ints
     length: Ints
     mark: Ints
+    priority: Ints = attrs.field()
+
+    @priority.default
+    def _no_wishes(self) -> Ints:
+        return np.zeros(len(self.mark), np.int64)
 
 
 class EvictionPolicy(Protocol):
@@ -61,12 +67,18 @@ class EvictionPolicy(Protocol):
         return mark
 
 
+#: More than any clock, and with ten priorities still exact in a float.
+_PRIORITY = 2.0**48
+
+
 class LeastRecentlyUsed(EvictionPolicy):
-    """What was used longest ago goes first."""
+    """What has the lowest priority goes first, and of that what was used longest ago."""
 
     def score(self, candidates: Candidates, now: int) -> Floats:
-        return candidates.last_used.astype(np.float64)
+        return candidates.last_used + candidates.priority * _PRIORITY
 
+
+_LRU = LeastRecentlyUsed()
 
 #: Octave k holds ages, clock differences, from 512 * 2**k to twice that; the first and the last one also all beyond.
 _OCTAVES, _LEAST_AGE = 22, 512.0
@@ -108,13 +120,15 @@ class ReuseRate(EvictionPolicy):
 
     def score(self, candidates: Candidates, now: int) -> Floats:
         if self._table is None or self._requests < self._lru_until:
-            return candidates.last_used.astype(np.float64)
+            return _LRU.score(candidates, now)
         known = candidates.mark >= max(0, self._made - self._memory)
         kind = np.where(known, self._kind.take(candidates.mark, mode="wrap"), 0)
         octaves: Floats = np.log2(np.clip(now - candidates.last_used, _LEAST_AGE, _EDGES[-1] - 1) / _LEAST_AGE)
         octave = octaves.astype(np.int64)
         share, cell = octaves - octave, kind * (_OCTAVES + 1) + octave
-        return self._table.take(cell) * (1 - share) + self._table.take(cell + 1) * share
+        # Nothing brings a hit per token and unit of time: a higher priority outweighs every rate.
+        rate = self._table.take(cell) * (1 - share) + self._table.take(cell + 1) * share
+        return candidates.priority + rate
 
     def used(self, mark: int, key: Hashable, now: int, length: int, reused: int, cached: int) -> int:
         lost = (ghost := self._ghosts.pop(key, NO_MARK)) > mark

@@ -13,6 +13,7 @@ from kvist.prefix.extent import Extent
 from kvist.restore import RestorePolicy
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
+from kvist.wishes import NO_WISH, Wish, spans
 
 
 class Publisher:
@@ -44,7 +45,10 @@ class Publisher:
         if not ended:
             end -= end % self._block
         if end > start:
-            self._insert(sequence, start, end, switch)
+            if sequence.wishes or self._tree.wished:
+                self._insert_by_wish(sequence, start, end, switch)
+            else:
+                self._insert(sequence, start, end, switch)
         published = sequence.published
         if self._windows and (published > start or ended):
             # An end at a block boundary was published before, and not known to be one.
@@ -52,7 +56,18 @@ class Publisher:
         if sequence.snapshots:
             self._file_snapshots(sequence, published)
 
-    def _insert(self, sequence: Sequence, start: int, end: int, switch: bool) -> None:
+    def _insert_by_wish(self, sequence: Sequence, start: int, end: int, switch: bool) -> None:
+        """One insertion for each wish, because an extent has one, and known blocks get it if theirs is weaker."""
+        block = self._block
+        for low, high, wish in spans(sequence.wishes, start // block, -(-end // block)):
+            stop = min(end, high * block)
+            self._insert(sequence, low * block, stop, switch, wish)
+            if sequence.tip is not None:
+                self._tree.wish(sequence.tip, low, min(high, sequence.shared), wish)
+            if sequence.published < stop:
+                return
+
+    def _insert(self, sequence: Sequence, start: int, end: int, switch: bool, wish: Wish = NO_WISH) -> None:
         block, tree, tip = self._block, self._tree, sequence.tip
         run = sequence.tokens_from(start)[: end - start]
         if not switch and sum(matched for _, matched in tree.walk(sequence.scope, run, tip)) >= block:
@@ -65,7 +80,7 @@ class Publisher:
             pages = np.full((len(tables), stop - first), NO_PAGE, np.int32)
             for group in self._dense:
                 pages[group] = tables[group][slot, first:stop]
-        result = tree.insert(sequence.scope, run, pages, tip)
+        result = tree.insert(sequence.scope, run, pages, tip, wish)
         if result.added and self._keeper.learns and sequence.first_key is None:
             known = result.covered * block
             sequence.first_key = self._keeper.key_of(start + known, run[known : known + block])

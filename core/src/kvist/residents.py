@@ -19,6 +19,7 @@ from kvist.stats import Cleared
 from kvist.tiers.config import Tiers
 from kvist.tiers.lower import LowerTiers, Owner
 from kvist.tiers.transfer import Transfer
+from kvist.wishes import Wishes
 
 _DEFAULT_SCOPE = Scope()
 
@@ -47,6 +48,7 @@ class Residents(Books):
         *,
         reuse: bool = True,
         restore_at: SequenceOf[int] = (),
+        wishes: Wishes | None = None,
     ) -> Sequence:
         prompt = frozen_tokens(as_prompt(tokens, self.layout.spec))
         length = len(prompt)
@@ -55,6 +57,8 @@ class Residents(Books):
         slot = self._tables.acquire()
         sequence = Sequence(self.layout, scope, slot, prompt)
         if reuse:
+            if wishes is not None:
+                sequence.wishes = wishes.by_block(length, self._block)
             match = self._match(prompt, scope, length - 1)
             self._claims.claim(sequence, match)
             self._found(sequence, match)
@@ -137,6 +141,7 @@ class Residents(Books):
             # All that it has came from the prefix tree: a second look gives the same.
             if not sequence.started and sequence.origin == "opened":
                 child = self.open(sequence.tokens, sequence.scope)
+                child.wishes = sequence.wishes
             else:
                 child = self._child(sequence)
                 self._reclaim(child, sequence.computed + self._backoff, suspended=False)
@@ -180,6 +185,8 @@ class Residents(Books):
     def poll(self) -> None:
         if self._lower is not None and self._lower.poll():
             self._epoch += 1
+        if self._events is not None:
+            self._events.catch_up()
 
     @property
     def copying(self) -> int:
@@ -190,6 +197,7 @@ class Residents(Books):
         """An empty sequence with the same tokens, which is no request of its own."""
         child = Sequence(self.layout, sequence.scope, self._tables.acquire(), frozen_tokens(sequence.tokens))
         child.origin = "forked"
+        child.wishes = sequence.wishes
         self._sequences[child.slot] = child
         return child
 
@@ -202,11 +210,13 @@ class Residents(Books):
     def _end(self, sequence: Sequence) -> None:
         """Take everything from a sequence that has published what it has, and close it."""
         self._epoch += 1
-        if self._keeper.learns and sequence.shares and sequence.computed > sequence.reused:
-            cached = self._ledger.arena.taken_count[0] * self._block
-            self._keeper.ended(
-                sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
-            )
+        if sequence.shares and sequence.computed > sequence.reused:
+            if self._keeper.learns:
+                cached = self._ledger.arena.taken_count[0] * self._block
+                self._keeper.ended(
+                    sequence.tip, sequence.claimed_mark, sequence.first_key, sequence.committed, sequence.reused, cached
+                )
+            self._tree.pass_time(sequence.committed)
         self._leave_tiers(sequence)
         self._claims.vacate(sequence)
         self._tables.release(sequence.slot)

@@ -14,6 +14,7 @@ from kvist.layout import Group, Layout
 from kvist.prefix.extent import Extent
 from kvist.spec import CacheSpec, Scope, ceil_div
 from kvist.step import NO_PAGE, IntArray
+from kvist.wishes import ByBlock
 
 if TYPE_CHECKING:
     from kvist.batch import DecodeBatch
@@ -140,6 +141,8 @@ class Sequence:
     shared = 0
     #: May others find what it computes?
     shares = True
+    #: How long its blocks should stay.
+    wishes: ByBlock = ()
     sources: Sources | None = None
     #: Where there are tiers below the device.
     below: FromBelow | None = None

@@ -53,7 +53,7 @@ def _candidates(sizes: Sequence[int], memory_bytes: int) -> Iterator[int]:
     """Slab sizes worth a look. Trying all takes a quarter of a second where pages are tiny."""
     largest = max(sizes)
     # Small slabs lose little to the reserved one, slabs of the target size little to padding.
-    target = min(max(memory_bytes // _SLABS_PER_ARENA, largest), _SLAB_BYTES_MAX) // largest
+    target = max(1, min(memory_bytes // _SLABS_PER_ARENA, _SLAB_BYTES_MAX) // largest)
     for first in (1, target):
         yield from (largest * count for count in range(first, first + _TRIES))
     exact = math.lcm(*sizes)

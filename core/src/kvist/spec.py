@@ -55,12 +55,18 @@ class Retention(Protocol):
     @property
     def ring(self) -> int:
         """0: a page has the rows of a whole block. Otherwise the rows of the last so many tokens of its block that are
-        written, the row of position ``p`` in slot ``p % ring``. Every block's page is then kept while the sequence
-        lives, because it is small, and others resume where a block ends."""
+        written, the row of position ``p`` in slot ``p % ring``. Others then resume where a block ends, or a sequence
+        did: inside a block the ring holds later rows already."""
 
     @property
     def most_drafts(self) -> int | None:
         """Drafts per step that can be taken back without loss, ``None`` for any number."""
+
+    @property
+    def draft_pages(self) -> bool:
+        """Only for ``exact``: does a row with drafts write the state after each query token to a page of its own? If
+        ``False``, such a row has one page as any other, and the page itself tells what is valid: the next step begins
+        at the position up to which tokens were accepted."""
 
     def live(self, length: int, block_tokens: int) -> Spans:
         """Blocks among those below ``length`` that the query at ``length`` or any later one may read."""
@@ -91,6 +97,10 @@ class History:
     @property
     def most_drafts(self) -> int | None:
         return None
+
+    @property
+    def draft_pages(self) -> bool:
+        return False
 
     def live(self, length: int, block_tokens: int) -> Spans:
         return ((0, ceil_div(length, block_tokens)),) if length else ()
@@ -141,6 +151,10 @@ class Window:
     def most_drafts(self) -> int | None:
         return self.ring - self.tokens if self.ring else None
 
+    @property
+    def draft_pages(self) -> bool:
+        return False
+
     def live(self, length: int, block_tokens: int) -> Spans:
         end = ceil_div(length, block_tokens)
         # The next query brings its own row, so only the last tokens - 1 rows below ``length`` are read again.
@@ -181,6 +195,10 @@ class State:
     @property
     def most_drafts(self) -> int | None:
         return None
+
+    @property
+    def draft_pages(self) -> bool:
+        return True
 
     def live(self, length: int, block_tokens: int) -> Spans:
         return ()
@@ -276,6 +294,8 @@ class Stream:
     retention: how long rows are needed.
     tokens_per_row: tokens one row stands for (1, or e.g. 4 and 128 for compressed rows).
     sharding: how tensor-parallel ranks split the row.
+    continued: may a sequence resume inside a row's tokens? So it is where another stream keeps what the row is made
+        from, and the backend makes it when its last token comes. Otherwise reuse ends where rows are whole.
     """
 
     name: str
@@ -283,6 +303,7 @@ class Stream:
     retention: Retention
     tokens_per_row: int = 1
     sharding: Sharding = Replicated()
+    continued: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.tokens_per_row < 1:

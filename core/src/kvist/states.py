@@ -23,6 +23,8 @@ class States:
         self._unit = policy.every(layout.block_tokens)
         self._block = layout.block_tokens
         self.groups = [group.index for group in layout.groups if group.exact]
+        #: Those whose rows with drafts write every state to a page of its own.
+        self._with_draft_pages = [index for index in self.groups if layout.groups[index].retention.draft_pages]
 
     def missing(self, run: Run) -> int:
         """Pages of each exact group that a run still needs."""
@@ -77,7 +79,7 @@ class States:
         """After a run with drafts: the state after ``count`` query tokens becomes the sequence's state."""
         if count and run.drafts:
             slot = run.sequence.slot
-            for group in self.groups:
+            for group in self._with_draft_pages:
                 row = self._tables.arrays[group][slot]
                 row[0], row[count] = row[count], row[0]
 
@@ -96,4 +98,6 @@ class States:
         sequence.state_columns -= 1
 
     def _columns(self, run: Run) -> int:
+        if not self._with_draft_pages:
+            return 1
         return 1 + (run.query_tokens if run.drafts else 0)

@@ -73,7 +73,8 @@ class Step(_Fields):
     tables: per group int32 ``[slot, block ordinal]`` -> page id, :data:`NO_PAGE` where nothing is kept. Read-only.
         What a step may read of them does not change until the step is completed; beyond that they are undefined.
         An exact group has the state's page in column 0. A row with drafts reads its state there and writes the state
-        after its ``j``-th query token (from 1) to the page in column ``j``; any other row overwrites column 0.
+        after its ``j``-th query token (from 1) to the page in column ``j``; any other row overwrites column 0, and so
+        does every row of a group whose retention has no ``draft_pages``.
         No sequence has page 0: rows with which an engine fills a batch of fixed size name it.
     copies: per group int32 ``[n, 2]``, whole pages ``(source, destination)`` to copy before anything is written. All
         sources of all groups are read before any destination is written: pages of two groups may lie in the same place.

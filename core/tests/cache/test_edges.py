@@ -659,7 +659,7 @@ def test_a_ragged_prompt_is_refused() -> None:
 
 
 def test_rings_resume_where_blocks_end_and_take_back_few_drafts() -> None:
-    manager = manager_of(40, History(), Window(2, ring=3))
+    manager = manager_of(40, History(), Window(2, ring=3), restore=RestorePolicy(every_blocks=1))
     cached(manager, range(1, 15))
     # 14 tokens: three whole blocks, and the open one that ended with its ring as it is.
     assert [manager.probe(tokens(range(1, n), 99)) for n in (4, 5, 8, 12, 14, 15)] == [0, 4, 4, 8, 12, 14]
@@ -668,8 +668,8 @@ def test_rings_resume_where_blocks_end_and_take_back_few_drafts() -> None:
     with pytest.raises(RequestError) as caught:
         manager.plan([Run(sequence, 1, drafts=2)])
     assert str(caught.value) == (
-        "Run(drafts=2): a window's ring can take back 1 at most\n"
-        "hint: draft fewer tokens, or give the ring of the spec more room"
+        "Run(drafts=2): what the spec keeps can take back 1 at most\n"
+        "hint: draft fewer tokens, or give the spec's ring or history more room"
     )
     manager.complete(manager.plan([Run(sequence, 1, drafts=1)]).commit(), [1])
     manager.check()

@@ -13,7 +13,7 @@ from cache_requests import DEFAULT, P, cached, compute, manager_of
 from cache_traffic import MIXES, retentions_of, traffic_of
 
 from kvist.errors import SpecError, StateError
-from kvist.events import DEVICE, Entry, Listener, Moved, Removed, Stored, apply
+from kvist.events import DEVICE, Entry, Listener, Removed, Stored, apply
 from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
@@ -298,24 +298,6 @@ def test_listening_needs_keys_and_a_bound() -> None:
     with pytest.raises(SpecError) as caught:
         manager_of(4).listen(0)
     assert str(caught.value) == "listen(max_blocks=0) must be at least 1"
-
-
-def test_moves_between_tiers_replay_too() -> None:
-    manager = manager_of(20)
-    follower = Follower(manager)
-    cached(manager, range(1, 13))
-    stored, *_ = follower.follow()
-    (extent,) = manager._tree.extents()
-    manager._events.moved(extent, (0,), np.array([0, 2]), DEVICE, "host")
-    events = follower.listener.take()
-    assert [(event.number, event.start, event.keys) for event in events] == [
-        (2, 0, stored.keys[:1]),
-        (3, 2, stored.keys[2:]),
-    ]
-    assert all(isinstance(event, Moved) for event in events)
-    apply(follower.index, events)
-    first, second, third = stored.keys
-    assert follower.index == {(first, 0, "host"), (second, 0, DEVICE), (third, 0, "host")}
 
 
 def test_events_can_go_to_another_process() -> None:

@@ -109,12 +109,12 @@ def test_a_page_layout_that_is_too_small_is_refused() -> None:
     assert str(caught.value) == ("page layout 'thrifty' gives layer 0 stream 'k' 16 bytes for 16 rows of 128 bytes")
 
 
-def test_a_ring_costs_its_rows_only_and_is_kept_for_every_block() -> None:
+def test_a_ring_costs_its_rows_only_and_is_kept_where_others_resume() -> None:
     row = RowFormat((4,), "float32")
     streams = (Stream("k", row, History()), Stream("tail", row, Window(8, ring=12)))
     layout = Layout.build(CacheSpec((Layer(0, streams),), 128, "test"), 1 << 20)
     assert [group.content_bytes for group in layout.groups] == [128 * 16, 12 * 16]
-    assert [group.sparse for group in layout.groups] == [False, False]
+    assert [group.sparse for group in layout.groups] == [False, True]
     assert layout.has_rings and layout.most_drafts == 4
     with pytest.raises(SpecError) as caught:
         Layout.build(CacheSpec((Layer(0, streams),), 8, "test"), 1 << 20)
@@ -122,6 +122,13 @@ def test_a_ring_costs_its_rows_only_and_is_kept_for_every_block() -> None:
         "layer 0 stream 'tail': a ring of 12 tokens does not fit blocks of 8 tokens with 1 token(s) per row\n"
         "hint: leave the ring out: whole blocks are as small"
     )
+
+
+def test_reuse_ends_inside_rows_that_can_be_continued() -> None:
+    row = RowFormat((4,), "float32")
+    streams = [Stream("a", row, History(), 4), Stream("b", row, History(), 16, continued=True)]
+    assert Layout.build(CacheSpec((Layer(0, streams),), 16, "test"), 1 << 20).reuse_unit == 4
+    assert Layout.build(CacheSpec((Layer(0, streams[1:]),), 16, "test"), 1 << 20).reuse_unit == 1
 
 
 def test_a_state_has_one_row_of_each_stream_per_page() -> None:
@@ -164,6 +171,9 @@ def test_padding_is_reported_by_group() -> None:
         ((1025, 20 * 16384), 1 << 30),
         ((1025, 513, 20 * 16384 + 64), 80 << 30),
         ((1025, 513, 20 * 16384 + 64), 4 << 30),
+        # States of 97 MiB, more than a slab aims at, as a large hybrid has.
+        ((4096, 97 * 16384), 80 << 30),
+        ((4096, 97 * 16384 + 1), 4 << 30),
         # Primes.
         ((1009, 499, 20011), 2 << 30),
         ((1, 3, 5), 64 << 20),

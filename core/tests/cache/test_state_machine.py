@@ -1,7 +1,8 @@
 """The whole contract at random, against models that know nothing of pages: see kvist.testing.machine.
 
 Hypothesis drives the machine where a failure should shrink to a few operations; a seeded generator drives the same
-operations many times as fast, which is where most of the operations of the slow set come from.
+operations many times as fast, which is where most of the operations of the slow set come from. Seeded traffic is in the
+quick set as a part of the kit, see kvist.testing.builtin.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from kvist.testing.stateful import run_with_hypothesis
 
 def test_rules_in_any_order() -> None:
     assert run_with_hypothesis(examples=100, steps=30) > 1000
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_seeded_traffic(seed: int) -> None:
-    drive(seed, audit=1)
 
 
 @pytest.mark.slow

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.attention.cpu import CpuBackend
 from kvist.attention.gather import TorchCpuBackend
-from kvist.attention.reference import ReferenceBackend
-from kvist.builtin import kvist_attention_backends
 from kvist.testing.attention import GQABackendTests
+from kvist.testing.builtin import DECLARED, TestCpu, TestReference
 
-DECLARED = {record.name: record.features for record in kvist_attention_backends()}
-
-
-class TestReference(GQABackendTests):
-    backend = ReferenceBackend
-    features = DECLARED["torch-reference"]
-
-
-class TestCpu(GQABackendTests):
-    """The C kernel where it compiles."""
-
-    backend = CpuBackend
-    features = DECLARED["cpu"]
+__all__ = ["TestCpu", "TestReference"]
 
 
 @pytest.mark.slow

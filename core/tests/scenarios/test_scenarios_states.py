@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from cache_requests import manager_of
 
-from kvist.errors import CapacityError, RequestError, SpecError
+from kvist.errors import CapacityError, RequestError, SpecError, StateError
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, Run
 from kvist.restore import RestorePolicy
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
 from kvist.testing.byte_values import ByteValues
 from kvist.testing.engine import Engine, shared_length
+from kvist.testing.mixes import Checkpoint
 from kvist.testing.values import tokens
 
 HYBRIDS = [(State(),), (History(), State()), (Window(5), State()), (History(), Window(6, sinks=2), State())]
@@ -426,4 +427,39 @@ def test_hits_on_states_against_a_brute_force_model(seed: int) -> None:
         engine.prefill(sequence, chunk=int(rng.integers(1, 15)))
         engine.close(sequence)
         ends.append(text)
+    engine.drained()
+
+
+def test_a_state_that_takes_drafts_back_itself_keeps_its_one_page() -> None:
+    """Nothing is taken for drafts and nothing moves when some are accepted: the next step says how many. Only
+    as many as the page remembers can be planned, and rejected."""
+    engine = hybrid(History(), Checkpoint(3))
+    sequence = engine.open(range(1, 7))
+    engine.prefill(sequence)
+    pages = []
+    for drafts, accepted in ((3, 1), (3, 4), (1, 2), (0, 1), (3, 2)):
+        engine.learn(sequence)
+        step = engine.run(Run(sequence, 1, drafts), accepted={sequence: accepted})
+        pages.append(int(step.tables[1][sequence.slot, 0]))
+        assert engine.used()[1][1] == 1
+    assert len(set(pages)) == 1 and sequence.computed == 16
+    engine.learn(sequence)
+    with pytest.raises(RequestError):
+        engine.manager.plan([Run(sequence, 1, 4)])
+    flight = engine.launch(Run(sequence, 1, 3), accepted={sequence: 1})
+    with pytest.raises(StateError) as caught:
+        engine.manager.complete(flight.step, [0])
+    assert str(caught.value) == ("complete() accepts 0 of 4 tokens, and what the spec keeps can take back 3 at most")
+    engine.land(flight)
+    engine.learn(sequence, 0)
+    # Beside a state with pages for drafts there are as many of both.
+    both = hybrid(State(), Checkpoint(3))
+    other = both.open(range(1, 7))
+    both.prefill(other)
+    both.learn(other)
+    both.run(Run(other, 1, 2), accepted={other: 3})
+    both.learn(other)
+    both.run(Run(other, 1, 2), accepted={other: 2})
+    assert [held for _, held in both.used()] == [4, 4]
+    engine.close(sequence)
     engine.drained()

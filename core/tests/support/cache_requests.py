@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kvist.manager import PagedCacheManager, Run
+from kvist.policies import EvictionPolicy
 from kvist.restore import RestorePolicy
 from kvist.spec import History, Retention, Scope
 from kvist.testing.values import make_layout, make_spec, tokens
+from kvist.wishes import Wishes
 
 P = 4
 DEFAULT = Scope()
@@ -17,11 +19,12 @@ def manager_of(
     restore: RestorePolicy | None = None,
     block_tokens: int = P,
     backoff_tokens: int = 0,
+    eviction: EvictionPolicy | None = None,
     **options: object,
 ) -> PagedCacheManager:
     """A manager whose groups have equal pages, ``pages`` of them in all; full attention unless said otherwise."""
     spec = make_spec(block_tokens, *(retentions or (History(),)), **options)
-    return PagedCacheManager(make_layout(spec, pages), restore, backoff_tokens)
+    return PagedCacheManager(make_layout(spec, pages), restore, backoff_tokens, eviction)
 
 
 def compute(manager: PagedCacheManager, sequence, count: int | None = None):
@@ -33,9 +36,11 @@ def compute(manager: PagedCacheManager, sequence, count: int | None = None):
     return step
 
 
-def cached(manager: PagedCacheManager, *parts: int | range, scope: Scope = DEFAULT) -> None:
+def cached(
+    manager: PagedCacheManager, *parts: int | range, scope: Scope = DEFAULT, wishes: Wishes | None = None
+) -> None:
     """Compute a prompt and close it, so that only the cache holds it."""
-    sequence = manager.open(tokens(*parts), scope)
+    sequence = manager.open(tokens(*parts), scope, wishes=wishes)
     compute(manager, sequence)
     manager.close(sequence)
     manager.check()

@@ -7,10 +7,10 @@ import pytest
 from cache_traffic import Traffic
 
 from kvist.errors import CapacityError
-from kvist.events import DEVICE, apply
-from kvist.keys import format_digest
+from kvist.events import Entry, Moved, Removed, Stored, apply
+from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.manager import Run
-from kvist.prefix.named import keys_of
+from kvist.memory.blockfile import stored_blocks
 from kvist.restore import RestorePolicy
 from kvist.spec import History, State, Window
 from kvist.testing.tier_values import Cache
@@ -197,28 +197,88 @@ class TierTraffic(Traffic):
             self.manager.close(sequence)
 
 
-@pytest.mark.parametrize("mix", ["history", "history+window", "history+window+state"])
-def test_events_tell_what_comes_up(mix: str, tmp_path) -> None:
-    """A set kept from events is the device's index, with loads and failing copies."""
-    rng = np.random.default_rng(len(mix))
+def index_of(cache: Cache) -> set[Entry]:
+    """Every entry: of trees from tokens hashed again, of the disk from the names of its files."""
+    lower, digest = cache.manager._lower, format_digest(cache.layout)
+    found: set[Entry] = set()
+    for level in (lower.device, lower.host):
+        for scope, root in level.tree.roots.items() if level is not None else ():
+            stack = [(child, scope_seed(digest, scope)) for child in root.children.values()]
+            while stack:
+                extent, previous = stack.pop()
+                keys = block_keys(previous, np.ascontiguousarray(extent.tokens), cache.layout.block_tokens)
+                for group, number in np.argwhere(extent.pages[:, : len(keys)] >= 0).tolist():
+                    found.add((keys[number], group, level.tier.value))
+                stack.extend((child, keys[-1]) for child in extent.children.values())
+    for _, key, groups, _ in stored_blocks(cache.disk.folder) if cache.disk is not None else ():
+        found |= {(key, group, "disk") for group in range(len(cache.layout.groups)) if groups >> group & 1}
+    return found
+
+
+class Follower:
+    """Keeps an index from what one listener is told, and believes nothing that does not fit."""
+
+    def __init__(self, cache: Cache, max_blocks: int = 1 << 16) -> None:
+        self.listener = cache.manager.listen(max_blocks)
+        self.index: set[Entry] = set()
+        self.number, self.snapshots = self.listener.number, 0
+        self.seen: list = []
+
+    def follow(self) -> set[Entry]:
+        if self.listener.behind:
+            snapshot = self.listener.snapshot()
+            self.index, self.number = set(), snapshot.number
+            self.snapshots += 1
+            apply(self.index, snapshot.stored)
+            assert {record.number for record in snapshot.stored} <= {snapshot.number}
+        for event in self.listener.take():
+            assert event.number == self.number + 1
+            self.number = event.number
+            tier = event.target if isinstance(event, Moved) else event.tier
+            entries = {(key, group, tier) for key in event.keys for group in event.groups}
+            assert len(entries) == len(event.keys) * len(event.groups) > 0
+            assert entries <= self.index if isinstance(event, Removed) else not entries & self.index
+            apply(self.index, [event])
+            self.seen.append(event)
+        return self.index
+
+
+@pytest.mark.parametrize("mix", ["history", "window", "history+window+state"])
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_a_set_kept_from_events_is_the_index_of_every_tier(mix: str, tiers: str, seed: int, tmp_path) -> None:
+    rng = np.random.default_rng([seed, len(mix), len(tiers)])
+    share, disk = TIERS[tiers]
+    kinds = len(MIXES[mix])
     cache = Cache(
         *MIXES[mix],
-        device_pages=25 * len(MIXES[mix]),
-        host_pages=60,
-        folder=tmp_path,
+        device_pages=25 * kinds,
+        host_pages=int(24 * kinds * share),
+        folder=tmp_path if disk else None,
+        disk_blocks=int(rng.integers(5, 30)),
         vocab_size=4,
         restore=RestorePolicy(2),
     )
     traffic = TierTraffic(cache, rng)
-    listener = cache.manager.listen()
-    index: set = set()
-    digest = format_digest(cache.layout)
-    for _ in range(400):
+    steady, tight, late = Follower(cache), Follower(cache, 3), None
+    for number in range(300):
         traffic.operate()
-        apply(index, listener.take())
-        found = set()
-        for extent in cache.manager._tree.extents():
-            for number, key in enumerate(keys_of(extent, digest)):
-                found |= {(key, group, DEVICE) for group in range(len(MIXES[mix])) if extent.pages[group, number] >= 0}
-        assert index == found
-    assert sum(group.moved_up for tier in cache.manager.stats().tiers for group in tier.groups) > 0
+        index = index_of(cache)
+        assert steady.follow() == index
+        if rng.random() < 0.1:
+            assert tight.follow() == index
+        if number == 150:
+            late = Follower(cache)
+        if late is not None:
+            assert (late.follow(), late.number) == (index, steady.number)
+    assert steady.snapshots == 0 < tight.snapshots
+    moves = {(event.source, event.target) for event in steady.seen if isinstance(event, Moved)}
+    above = "host" if share else "device"
+    assert moves == ({("device", "host")} if share else set()) | ({(above, "disk")} if disk else set())
+    assert all(event.tier == "device" for event in steady.seen if isinstance(event, Stored))
+    while traffic.flights:
+        traffic.finish_oldest()
+    while traffic.pick() is not None:
+        traffic.finish()
+    cache.manager.clear()
+    assert steady.follow() == index_of(cache) == set()

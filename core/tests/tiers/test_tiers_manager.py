@@ -16,6 +16,7 @@ from kvist.restore import RestorePolicy
 from kvist.spec import History, Scope, State, Window
 from kvist.testing.tier_values import Cache
 from kvist.testing.values import tokens
+from kvist.wishes import Wish, Wishes
 
 MIXES = {
     "history": (History(),),
@@ -692,3 +693,19 @@ def test_paths_that_do_not_fit_below_together_do_not_push_each_other_out_for_eve
         cache.poll()
         cache.copier.run()
     assert cache.tier("host").groups[0].moved_down == moved
+
+
+def test_what_comes_up_again_has_the_wish_of_who_asked_for_it() -> None:
+    cache = Cache(device_pages=8, host_pages=16)
+    wishes = Wishes(((0, 8, Wish(5)),))
+    cache.cached(range(1, 9), wishes=wishes)
+    cache.flush()
+    cache.evict_device()
+    sequence = cache.manager.open(tokens(range(1, 10)), wishes=wishes)
+    cache.load(sequence)
+    cache.compute(sequence)
+    cache.manager.close(sequence)
+    cache.flush()
+    for number in range(8):
+        cache.cached(range(100 * number + 100, 100 * number + 108))
+    assert cache.manager.probe(tokens(range(1, 10))) == 8

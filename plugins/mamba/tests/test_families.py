@@ -72,6 +72,13 @@ def test_sizes_of_mamba_and_of_short_convolutions():
     assert shapes(spec) == {0: {"conv_state": (2560, 2)}, 1: {"k": (8, 80), "v": (8, 80)}, 2: {"conv_state": (2560, 2)}}
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_the_longest_sequence_of_zamba2_depends_on_its_context(long):
+    config = AutoConfig.for_model("zamba2", use_long_context=long)
+    raw = {"model_type": "zamba2", "use_long_context": long, "max_position_embeddings": 4096}
+    assert cache_spec(raw).max_tokens == cache_spec(config.to_dict()).max_tokens == config.max_position_embeddings
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [

@@ -10,6 +10,7 @@ import torch
 from kvist_mamba.reference import (
     causal_conv,
     conv_states,
+    delta_net_chunked_scan,
     delta_net_scan,
     mamba1_scan,
     mamba2_chunked_scan,
@@ -62,7 +63,7 @@ def test_one_head_of_a_delta_net_by_hand():
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 8, 64])
-@pytest.mark.parametrize("after", [[29], [9, 29], [1, 2, 3, 16, 28]])
+@pytest.mark.parametrize("after", [[29], [9, 29], [1, 2, 3, 16, 28], []])
 def test_chunks_of_mamba2_change_nothing(chunk_tokens, after):
     """Also from an initial state, with two groups, and where states are wanted inside a chunk."""
     x, dt = random(29, 4, 5), random(29, 4, seed=1).exp()
@@ -73,3 +74,31 @@ def test_chunks_of_mamba2_change_nothing(chunk_tokens, after):
     assert torch.allclose(chunked, values, rtol=1e-10, atol=1e-12)
     assert torch.allclose(chunked_states, states, rtol=1e-10, atol=1e-12)
     assert len(states) == len(after)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 8, 64])
+@pytest.mark.parametrize("after", [[29], [9, 29], [1, 2, 3, 16, 28], []])
+def test_chunks_of_a_delta_net_change_nothing(chunk_tokens, after):
+    """Also from an initial state, with two value heads for each key head, and where states are wanted in a chunk."""
+    q, k, v = random(29, 2, 5), random(29, 2, 5, seed=1), random(29, 4, 3, seed=2)
+    decay, beta = -random(29, 4, seed=3).exp(), random(29, 4, seed=4).sigmoid()
+    state = random(4, 5, 3, seed=5)
+    values, states = delta_net_scan(q, k, v, decay, beta, state, after)
+    chunked, chunked_states = delta_net_chunked_scan(q, k, v, decay, beta, state, after, chunk_tokens)
+    assert torch.allclose(chunked, values, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(chunked_states, states, rtol=1e-10, atol=1e-12)
+    assert states.shape == (len(after), 4, 5, 3)
+
+
+@pytest.mark.parametrize("strength", [1e-3, 0.3, 30.0])
+def test_chunks_keep_their_precision_whatever_the_decay(strength):
+    """Sums of a chunk's logarithms grow far beyond the differences that count; in float32, against float64."""
+    x, dt = random(200, 4, 5), random(200, 4, seed=1).exp()
+    b, c = random(200, 2, 3, seed=2), random(200, 2, 3, seed=3)
+    a, d, state = -strength * random(4, seed=4).exp(), random(4, seed=5), random(4, 5, 3, seed=6)
+    exact, exact_states = mamba2_scan(x, dt, b, c, a, d, state, [200])
+    single = [each.float() for each in (x, dt, b, c, a, d, state)]
+    for chunk_tokens in (32, 200):
+        values, states = mamba2_chunked_scan(*single, [200], chunk_tokens)
+        for found, wanted in ((values, exact), (states, exact_states)):
+            assert ((found - wanted).abs().max() / wanted.abs().max()) < 2e-6

@@ -31,9 +31,9 @@ from kvist.memory.blockfile import (
     stored_blocks,
     taken_bytes,
 )
-from kvist.memory.diskstats import Cleared, DiskStats
+from kvist.memory.diskstats import Change, Cleared, DiskStats, Reason
 
-__all__ = ["Cleared", "DiskStats", "DiskStore"]
+__all__ = ["Change", "Cleared", "DiskStats", "DiskStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class DiskStore:
         # Raised by clear and close: a block that was being written then is not kept.
         self._generation = 0
         self._closed = False
+        #: While somebody follows what can be found.
+        self._changes: list[Change] | None = None
         if budget_bytes < self.block_bytes:
             raise TierError(
                 f"disk tier {self.folder}: a budget of {budget_bytes} bytes holds no block: one takes "
@@ -126,6 +128,21 @@ class DiskStore:
                 if entry is not None:
                     self._index.move_to_end(key)
         return found[::-1]
+
+    def follow(self, on: bool) -> None:
+        """Keep a list of changes for :meth:`changes` from now on, or no more. Without it none costs anything."""
+        with self._lock:
+            self._changes = ([] if self._changes is None else self._changes) if on else None
+
+    def changes(self) -> list[Change]:
+        """Changes of what can be found since the last call, oldest first."""
+        with self._lock:
+            return self._take_changes()
+
+    def entries(self) -> tuple[list[tuple[bytes, int]], list[Change]]:
+        """Every key with its groups as bits, and the changes that led to that since the last call."""
+        with self._lock:
+            return [(key, entry.groups) for key, entry in self._index.items()], self._take_changes()
 
     @property
     def generation(self) -> int:
@@ -190,10 +207,10 @@ class DiskStore:
         return parts
 
     def remove(self, key: bytes) -> bool:
-        """Forget a block and remove its file. False when there was none."""
+        """Forget a block whose content is no good and remove its file. False when there was none."""
         with self._lock:
             self._require_open()
-            return self._drop(key)
+            return self._drop(key, "failed")
 
     def clear(self) -> Cleared:
         """Forget every block of this format, also one being written, and remove the files; returns when it is done."""
@@ -203,7 +220,7 @@ class DiskStore:
             count, size = len(self._index) + len(self._undeletable), self._used
             self._remove_again()
             for key in list(self._index):
-                self._drop(key)
+                self._drop(key, "cleared")
             left = len(self._undeletable)
             cleared = Cleared(count - left, size - self._used, left, self._used)
         if left:
@@ -276,7 +293,7 @@ class DiskStore:
             with self._lock:
                 # Otherwise it was removed or replaced meanwhile, and nothing is wrong.
                 if self._index.get(key) is entry:
-                    self._drop(key)
+                    self._drop(key, "failed")
                     self._count_damage(self._files.path(key, entry.groups), cause)
         return None
 
@@ -297,11 +314,14 @@ class DiskStore:
         """Count a file that has just got its name."""
         # Replaced by the new file, if it was still there.
         self._used -= self._undeletable.pop(self._files.path(key, groups), 0)
-        known = self._index.get(key)
-        if known is not None and known.groups != groups:
-            self._drop(key)
+        known = self._index.pop(key, None)
+        before = 0 if known is None else known.groups
+        if known is not None and before != groups:
+            self._unlink(self._files.path(key, before), known.size)
         elif known is not None:
-            self._used -= self._index.pop(key).size
+            self._used -= known.size
+        self._note(key, groups & ~before, None)
+        self._note(key, before & ~groups, "failed")
         entry = _Entry(groups, taken_bytes(self._files.file_bytes(groups)))
         self._index[key] = entry
         self._used += entry.size
@@ -320,15 +340,26 @@ class DiskStore:
                 path.parent.parent.rmdir()
         stuck = len(self._undeletable)
         while self._index and self._used > self._budget and len(self._undeletable) == stuck:
-            self._drop(next(iter(self._index)))
+            self._drop(next(iter(self._index)), "evicted")
             self._evicted += 1
 
-    def _drop(self, key: bytes) -> bool:
+    def _drop(self, key: bytes, reason: Reason) -> bool:
         entry = self._index.pop(key, None)
         if entry is None:
             return False
+        self._note(key, entry.groups, reason)
         self._unlink(self._files.path(key, entry.groups), entry.size)
         return True
+
+    def _note(self, key: bytes, groups: int, reason: Reason | None) -> None:
+        if self._changes is not None and groups:
+            self._changes.append(Change(key, groups, reason))
+
+    def _take_changes(self) -> list[Change]:
+        found = self._changes or []
+        if found:
+            self._changes = []
+        return found
 
     def _unlink(self, path: Path, size: int) -> None:
         """Remove a file counted as used. One that cannot be removed stays counted: it does take room."""
@@ -360,7 +391,7 @@ class DiskStore:
             self._foreign_bytes += size
         for _, key, entry in sorted(own, key=lambda found: (found[0], found[2].groups)):
             # Two files for one key: the process ended after the fuller got its name and before the other was removed.
-            self._drop(key)
+            self._drop(key, "failed")
             self._index[key] = entry
             self._used += entry.size
         if foreign:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
+
+#: Why content can not be found any more. evicted: others needed the room. cleared: all of it was dropped, by
+#: ``clear()``. failed: it could not be read, or is damaged.
+Reason = Literal["evicted", "cleared", "failed"]
 
 
 @attrs.frozen
@@ -42,3 +48,12 @@ class Cleared:
     bytes: int
     left_entries: int
     left_bytes: int
+
+
+@attrs.frozen
+class Change:
+    """Parts of a block that can be found from now on, or with a ``reason`` no more. ``groups``: as bits."""
+
+    key: bytes
+    groups: int
+    reason: Reason | None = None

@@ -32,6 +32,8 @@ SpecVersion = tuple[int, int]
 
 #: The name in a requirement and, unless it has a condition or an address, its versions after perhaps some extras.
 _REQUIREMENT = re.compile(r"\s*([\w.-]*)(?:\s*(?:\[[^]]*\])?([^;@()\[]*)$)?")
+#: Asked for only with an extra of the distribution, which is not what its plugin needs.
+_OF_AN_EXTRA = re.compile(r""";\s*extra\s*==\s*(["'])[^"']*\1\s*$""")
 
 _HINT = "`kvist plugins` shows every installed plugin with its status"
 
@@ -208,14 +210,14 @@ def _unusable(requirements: Iterable[str], core_version: str) -> str:
 def _misfit(text: str, core_version: str) -> str:
     """Why one requirement is not met by the core; empty if it is met, or about something else."""
     name, versions = _REQUIREMENT.match(text).groups()  # type: ignore[union-attr]  # it matches any text
-    if canonical(name) != CORE:
+    if canonical(name) != CORE or _OF_AN_EXTRA.search(text):
         return ""
     if versions is not None:
         try:
             return _outside(SpecifierSet(versions), core_version)
         except InvalidSpecifier:
             pass  # the parser of requirements says it below
-    # Imported here because it takes as long as reading all metadata, and conditional requirements are rare.
+    # Imported here because it takes as long as reading all metadata, and other conditions are rare.
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from kvist.step import IntArray
+from kvist.wishes import NO_WISH
 
 #: A dtype object: parsing the string costs more than the conversion.
 _BIG_ENDIAN = np.dtype(">i4")
@@ -40,6 +41,7 @@ class Extent:
         "parent",
         "stale",
         "start",
+        "wish",
     )
 
     def __init__(self, block_tokens: int, parent: Extent | None, start: int, run: IntArray, pages: IntArray) -> None:
@@ -61,6 +63,8 @@ class Extent:
         self.last_used = 0
         #: For the eviction policy.
         self.mark = -1
+        #: How long its blocks should stay; all have the same wish.
+        self.wish = NO_WISH
         self.alive = True
         #: Holders, and children that are held: an extent is *idle* when there are none. Who holds an extent holds all
         #: of it, and everything above it.
@@ -142,6 +146,7 @@ class Extent:
         upper = Extent(self.block_tokens, self.parent, self.start, tokens[:cut], self._pages[:, :block_count])
         upper.last_used = self.last_used
         upper.mark = self.mark
+        upper.wish = self.wish
         upper.holds = 1 if self.holds else 0
         upper.stale = self.stale
         if self.keys is not None:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from kvist.memory.diskstats import Reason
 from kvist.prefix.extent import Extent, order_key
 from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
 from kvist.step import IntArray
+from kvist.wishes import NO_WISH, Wish, strongest
 
 
 @attrs.define(eq=False)
@@ -70,9 +72,11 @@ class PrefixTree:
         self.candidates: list[tuple[int, int, Extent]] = []
         #: Leaves taken from the candidates for a plan that may not be committed.
         self.set_aside: list[Extent] = []
+        #: Did anybody ever make a wish?
+        self.wished = False
         #: Is told what can be found and what can not any more; ``None`` while nobody wants to know.
         self.watcher: IndexWatcher | None = None
-        #: Where somebody wants to know of them: extents that became idle, each with the path to it.
+        #: Where somebody wants to know of them: extents that somebody let go of, each with the path to it.
         self.idled: deque[Extent] | None = None
 
     def walk(self, scope: Scope, run: IntArray, tip: Extent | None = None) -> list[tuple[Extent, int]]:
@@ -114,12 +118,15 @@ class PrefixTree:
         self.extent_count += 1
         return extent.split(block_count)
 
-    def insert(self, scope: Scope, run: IntArray, pages: IntArray, tip: Extent | None = None) -> Inserted:
+    def insert(
+        self, scope: Scope, run: IntArray, pages: IntArray, tip: Extent | None = None, wish: Wish = NO_WISH
+    ) -> Inserted:
         """Add a run of tokens with their pages; known blocks keep their own pages. Mutates.
 
         run: tokens from position 0 on, or with ``tip``, which the caller holds, from its end on; may be kept and must
             never change.
         pages: int32 ``[groups, blocks]`` of the run; copied.
+        wish: of the blocks that are new. Known ones keep theirs.
 
         An open last block that is already covered by a longer or equal run is left out; one that an idle open block
         is a prefix of replaces that block.
@@ -134,6 +141,10 @@ class PrefixTree:
             node = last
             if matched == last.length and matched % block and known < len(run) and not last.holds:
                 # The known tail is an open block and a prefix of ours: ours takes its place.
+                filled = last.wish
+                if filled != wish and whole:
+                    self.split_at(last, whole)
+                    whole = 0
                 run, pages = run[covered * block :], pages[:, covered:]
                 replaced = last.cut(whole)
                 last.append(run, pages)
@@ -143,6 +154,10 @@ class PrefixTree:
                     last.parent.replace_child(last, order_key(run[:block]))
                 if self.watcher is not None and not last.stale:
                     self.watcher.inserted(last, whole)
+                if filled != wish:
+                    # The block that was open had other users too.
+                    last.wish, self.wished = wish, True
+                    self.wish(last, last.start // block, last.start // block + 1, filled)
                 return Inserted(last, covered, pages.shape[1], replaced)
             if matched < last.length or matched % block:
                 if known == len(run) and matched % block:
@@ -162,12 +177,20 @@ class PrefixTree:
             covered = 0
             node = tip if tip is not None else self._root(scope)
         holds = node.holds
-        if node.parent is not None and not node.children and (not holds or (holds == 1 and node is tip)):
+        if (
+            node.parent is not None
+            and not node.children
+            and (not holds or (holds == 1 and node is tip))
+            and (node.wish is wish or node.wish == wish)
+        ):
             node.append(run, pages)
         else:
             child = Extent(block, node, node.start + node.length, run, pages)
             child.last_used = self.clock
             child.stale = node.stale
+            if wish is not NO_WISH:
+                child.wish = wish
+                self.wished = True
             node.add_child(child)
             self.extent_count += 1
             node, holds = child, 0
@@ -176,6 +199,26 @@ class PrefixTree:
         if self.watcher is not None and not node.stale:
             self.watcher.inserted(node, node.block_count - pages.shape[1])
         return Inserted(node, covered, pages.shape[1], None)
+
+    def wish(self, tip: Extent, low: int, high: int, wish: Wish) -> None:
+        """Let blocks ``low .. high - 1`` on the path to ``tip``, counted from the root, have ``wish``, except where
+        their own is stronger. Splits extents whose blocks would differ. Mutates."""
+        node = tip
+        while node.parent is not None and node.end > low * self.block_tokens:
+            first = node.start // self.block_tokens
+            if first < high and strongest(node.wish, wish) != node.wish:
+                node = self.split_at(node, high - first)
+                if first < low:
+                    self.split_at(node, low - first)
+                node.wish = wish
+                self.wished = True
+            assert node.parent is not None
+            node = node.parent
+
+    def priority(self, extent: Extent) -> int:
+        """What is wished for an extent now."""
+        wish = extent.wish
+        return wish.priority if self.clock - extent.last_used < wish.lifetime_tokens else 0
 
     def hold(self, extent: Extent) -> None:
         """Keep ``extent``, all of it, and everything above it. Mutates."""
@@ -213,7 +256,7 @@ class PrefixTree:
                     self.offer(node)
             node = node.parent
             node.holds -= 1
-        if self.idled is not None and not extent.holds:
+        if self.idled is not None:
             self.idled.append(extent)
         return removed
 
@@ -256,7 +299,7 @@ class PrefixTree:
             seen.add(id(extent))
             yield extent
 
-    def truncate(self, extent: Extent, block_count: int) -> IntArray:
+    def truncate(self, extent: Extent, block_count: int, reason: Reason = "evicted") -> IntArray:
         """Keep the first ``block_count`` blocks of an idle leaf; with 0 the extent is removed, and its parent may
         become a leaf. Returns the pages ``[groups, n]`` that left the tree. Mutates."""
         assert not extent.children and not extent.holds
@@ -264,7 +307,7 @@ class PrefixTree:
         assert parent is not None
         self.idle_blocks -= extent.block_count - block_count
         if self.watcher is not None and not extent.stale:
-            self.watcher.truncated(extent, block_count)
+            self.watcher.truncated(extent, block_count, reason)
         if block_count:
             removed = extent.cut(block_count)
             self.offer(extent)
@@ -295,7 +338,7 @@ class PrefixTree:
                 order.extend(extent.children.values())
             if self.watcher is not None:
                 for extent in reversed(order):
-                    self.watcher.forgotten(extent)
+                    self.watcher.truncated(extent, 0, "cleared")
             removed += [self.truncate(extent, 0) for extent in reversed(order) if not extent.holds]
             kept += [extent for extent in order if extent.holds]
         self.roots.clear()

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvist.memory.diskstats import Reason
 from kvist.prefix.extent import Extent
 
 
@@ -25,8 +26,6 @@ class IndexWatcher(Protocol):
     def lost(self, extent: Extent, group: int, blocks: npt.NDArray[np.integer]) -> None:
         """``blocks``, ascending, are about to lose their page of ``group``, and nothing else, to eviction."""
 
-    def truncated(self, extent: Extent, keep_blocks: int) -> None:
-        """The blocks from ``keep_blocks`` on are about to be evicted."""
-
-    def forgotten(self, extent: Extent) -> None:
-        """All blocks are about to become stale. What is below the extent was reported before."""
+    def truncated(self, extent: Extent, keep_blocks: int, reason: Reason) -> None:
+        """The blocks from ``keep_blocks`` on are about to go, or to become stale. What is below the extent was reported
+        before."""

@@ -42,6 +42,7 @@ class CacheBase:
         self.sparse = any(group.sparse for group in layout.groups)
         self.windows = any(group.sparse and not group.exact for group in layout.groups)
         self.states = layout.has_states
+        self.draft_pages = any(group.exact and group.retention.draft_pages for group in layout.groups)
         self.rings = layout.has_rings
         #: Does a step overwrite what the one before has left?
         self.overwrites = self.states or self.rings
@@ -276,6 +277,10 @@ class CacheBase:
             self._resumed(live)
         live.may_length, live.must_length = min(live.may_length, back), 0
 
+    def columns_of(self, run: Run) -> int:
+        """Pages of a state while a run is under way."""
+        return 1 + (run.query_tokens if run.drafts and self.draft_pages else 0)
+
     def _compare_fit(self, plan: Plan, runs: list[Run], decode: DecodeBatch | None, stats: ManagerStats) -> None:
         """A plan fits exactly if everything but what is held is enough, where pages serve any group."""
         if self.pages is None:
@@ -287,7 +292,7 @@ class CacheBase:
             blocks += max(0, -(-(sequence.scheduled + count) // self.block) - sequence.reserved // self.block)
         for run in runs:
             live = self.live_of(run.sequence)
-            states += max(0, 1 + (run.query_tokens if run.drafts else 0) - live.columns)
+            states += max(0, self.columns_of(run) - live.columns)
         needed = sum(states if group.exact else blocks for group in self.layout.groups)
         room = self.pages - sum(group.held for group in stats.groups)
         assert plan.fits == (needed <= room), f"needs {needed} of {room} pages, fits: {plan.fits}"

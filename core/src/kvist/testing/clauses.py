@@ -26,6 +26,11 @@ class Clause:
     title: str
     change: str
 
+    @property
+    def part(self) -> str:
+        """One of the keys of :data:`PARTS`."""
+        return self.number[:2]
+
     def __str__(self) -> str:
         return f"{self.number} {self.title}"
 

@@ -2,7 +2,7 @@
 
 As a script, for measurements and for faults planted in a copy of the core:
 
-    python -m kvist.testing.drive SECONDS [FIRST_SEED]
+    python -m kvist.testing.drive SECONDS [FIRST_SEED [plain|tiers]]
 
 prints one JSON object: operations, seconds, of the first violation the setup and the text, and which core it was.
 """
@@ -15,9 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvist.testing.machine import OPERATIONS, CacheMachine
 from kvist.testing.mixes import Draw, Setup
+from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine, TierSetup
 
 #: Operations of one manager, and every how many of them its books are audited.
 LENGTH, AUDIT = 250, 5
@@ -63,12 +65,20 @@ def drive(
     return length
 
 
-def main(seconds: float, first_seed: int = 0) -> dict[str, object]:
-    """As many runs as fit into ``seconds``, until the first violation."""
+#: What the script drives: the machine, its operations, what it is tried on.
+KINDS: dict[str, tuple[Callable[[Any], CacheMachine], Mapping[str, int], Callable[[Draw], Setup]]] = {
+    "plain": (CacheMachine, OPERATIONS, Setup.choose),
+    "tiers": (TierMachine, TIER_OPERATIONS, TierSetup.with_tiers),
+}
+
+
+def main(seconds: float, first_seed: int = 0, kind: str = "plain") -> dict[str, object]:
+    """As many runs of a kind as fit into ``seconds``, until the first violation."""
+    machine, table, choose = KINDS[kind]
     begin, operations, seed, failure = time.monotonic(), 0, first_seed, None
     while time.monotonic() - begin < seconds:
         try:
-            operations += drive(seed)
+            operations += drive(seed, machine=machine, operations=table, choose=choose)
         except ViolationError as violation:
             cause = violation.__cause__
             where = traceback.extract_tb(cause.__traceback__)[-1] if cause is not None else None
@@ -81,5 +91,6 @@ def main(seconds: float, first_seed: int = 0) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    outcome = main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    seconds, *rest = sys.argv[1:]
+    outcome = main(float(seconds), int(rest[0]) if rest else 0, *rest[1:])
     sys.stdout.write(json.dumps(outcome) + "\n")

@@ -18,6 +18,7 @@ from kvist.testing.bookkeeping import MOST_LIVE, MOST_PROMPT, SCOPES, refused
 from kvist.testing.memory import Flight, Live, fold_on
 from kvist.testing.mixes import Draw
 from kvist.testing.stepping import Stepping
+from kvist.wishes import FOREVER, Wish, Wishes
 
 #: Weight of each operation in random traffic.
 OPERATIONS = {
@@ -52,18 +53,23 @@ class CacheMachine(Stepping):
         keep = draw(len(text) + 1)
         return (text[:keep] + bytes(draw(self.setup.vocab) for _ in range(1 + draw(8))))[:MOST_PROMPT]
 
+    def scope(self, draw: Draw) -> int:
+        """One of the two."""
+        return draw(2)
+
     def open(self, draw: Draw) -> None:
         if len(self.lives) >= MOST_LIVE:
             return self.close(draw)
-        prompt, scope = self.prompt(draw), draw(2)
+        prompt, scope = self.prompt(draw), self.scope(draw)
         reuse = draw(8) < 7
         named = [draw(len(prompt)) for _ in range(draw(3))]
+        wishes = self._wishes(draw, len(prompt))
         ids = np.frombuffer(prompt, np.uint8).astype(np.int32)
         before = self.manager.stats()
         expected = self.manager.probe(ids, SCOPES[scope])
         assert self.manager.stats() == before, "probe() changed something"
         try:
-            sequence = self.manager.open(ids, SCOPES[scope], reuse=reuse, restore_at=named)
+            sequence = self.manager.open(ids, SCOPES[scope], reuse=reuse, restore_at=named, wishes=wishes)
         except CapacityError:
             assert not self.layout.fits(len(prompt)), "open() refused a prompt that fits"
             assert self.manager.stats() == before
@@ -83,6 +89,17 @@ class CacheMachine(Stepping):
         live.known = live.prompt_length = len(prompt)
         self.lives.append(live)
         return None
+
+    def _wishes(self, draw: Draw, length: int) -> Wishes | None:
+        """How long its blocks should stay, in a third of the runs: what is asked of the cache is the same."""
+        if self.setup.noise % 3 or not draw(2):
+            return None
+
+        def wish() -> Wish:
+            return Wish(draw(5) - 2, (9, 90, FOREVER)[draw(3)])
+
+        starts = [draw(length) for _ in range(draw(3))]
+        return Wishes(tuple((start, start + 1 + draw(length), wish()) for start in starts), wish())
 
     def fork(self, draw: Draw) -> None:
         parent = self.pick(draw, [live for live in self.idle() if live.sequence.shares and live.shares])
@@ -247,6 +264,7 @@ class CacheMachine(Stepping):
             self._alone(alone)
             self.manager.close(alone.sequence)
             self._closed(alone)
+        self.quiesce()
         self.check()
         stats = self.manager.stats()
         assert all(group.held == 0 for group in stats.groups), "pages are held by nobody"
@@ -255,6 +273,9 @@ class CacheMachine(Stepping):
             (group,) = self.manager.stats().groups
             assert group.free == group.capacity, "pages are lost"
         self.manager.check()
+
+    def quiesce(self) -> None:
+        """Let end what goes on beside the operations: nothing, without tiers."""
 
     def _alone(self, live: Live) -> None:
         """Whoever runs alone can compute, token by token, whatever the arena can hold."""
@@ -268,6 +289,7 @@ class CacheMachine(Stepping):
         self._claimed(live, sequence.computed)
         self._resumed(live)
         while live.computed < live.known and self.layout.fits(live.computed + 1):
+            self.quiesce()
             before = manager.stats()
             plan = manager.plan([Run(sequence, 1)])
             assert plan.fits, f"alone, and no room for token {live.computed} of {live.known}: {plan.shortages}"

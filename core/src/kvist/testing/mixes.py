@@ -41,6 +41,10 @@ class Chunk:
     def most_drafts(self) -> int | None:
         return None
 
+    @property
+    def draft_pages(self) -> bool:
+        return False
+
     def first_read(self, query: int) -> int:
         """The first position that the query reads."""
         return query - query % self.tokens
@@ -63,6 +67,22 @@ def _reads_chunk(retention: Chunk, query: int) -> Spans:
 
 
 @attrs.frozen
+class Checkpoint(State):
+    """A state that takes drafts back by itself: a page has the position and the state of a checkpoint, and what came
+    after each of up to ``inputs`` tokens since, so that a step's own position says how many of them are valid."""
+
+    inputs: int
+
+    @property
+    def most_drafts(self) -> int | None:
+        return self.inputs
+
+    @property
+    def draft_pages(self) -> bool:
+        return False
+
+
+@attrs.frozen
 class Kind:
     """One stream: its retention, tokens per row, whether it belongs to the draft model, and its width in rows of 64
     bytes per token when pages are to be unequal."""
@@ -82,6 +102,8 @@ MIXES: dict[str, tuple[Kind, ...]] = {
     "ring": (Kind(History(), width=3), Kind(Window(2, ring=3))),
     "history+window": (Kind(History(), width=2), Kind(Window(6))),
     "history+state": (Kind(History()), Kind(State(), width=3)),
+    "checkpoint": (Kind(Checkpoint(3)),),
+    "history+checkpoint": (Kind(History()), Kind(Checkpoint(4), width=3)),
     "history+chunk": (Kind(History()), Kind(Chunk(6), width=3)),
     "history+sinks+window": (Kind(History(), width=3), Kind(Window(7, sinks=3)), Kind(Window(2), width=2)),
     "history+window+state": (Kind(History()), Kind(Window(4), width=2), Kind(State(), width=3)),

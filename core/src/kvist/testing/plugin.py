@@ -6,6 +6,7 @@ clauses and say what to change. Where plugins are not loaded by themselves: ``py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import pytest
 #: Heading of the section that a failing test's report gets.
 SECTION = "contract of Kvist"
 
-# Asserts of the kit show their values like those of a test, whichever way the core is installed.
-pytest.register_assert_rewrite(
-    *(f"kvist.testing.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*") if path.stem != "plugin")
-)
+# Asserts of the kit show their values like those of a test, whichever way the core is installed. What whoever started
+# pytest has imported before is too late.
+_MODULES = (f"kvist.testing.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*") if path.stem != "plugin")
+pytest.register_assert_rewrite(*(name for name in _MODULES if name not in sys.modules))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ class Stepping(CacheBase):
                 or live.lost
                 or sequence.batch is not None
                 or sequence.undecided
+                or sequence.loading
                 or not draw(4)
             ):
                 continue
@@ -41,7 +42,7 @@ class Stepping(CacheBase):
         return runs
 
     def _kept(self, run: Run, draw: Draw) -> int:
-        """How many tokens of a run will stay: any number of them if there are drafts, as far as rings allow."""
+        """How many tokens of a run will stay: with drafts any number of them, as far as rings and states allow."""
         if not run.drafts:
             return run.new_tokens
         most = self.layout.most_drafts
@@ -97,7 +98,7 @@ class Stepping(CacheBase):
         for run in plan.runs:
             live = self.live_of(run.sequence)
             live.pending = False
-            live.columns = max(live.columns, 1 + (run.query_tokens if run.drafts else 0)) if self.states else 0
+            live.columns = max(live.columns, self.columns_of(run)) if self.states else 0
         snapshots = [(self.live_of(sequence), position) for sequence, position in plan.snapshots]
         self.flights.append(Flight(step, plan, rows, kept, self.memory.free(), snapshots))
         self.memory.remember(self.flights[-1])
@@ -192,6 +193,7 @@ class Stepping(CacheBase):
         except StateError:
             sequence = live.sequence
             ready = live.stepped and (sequence.computed % self.block == 0 or sequence.reserved > sequence.computed)
+            ready = ready and not sequence.loading
             assert not ready, "join() refused a sequence that has its page"
 
     def leave(self, draw: Draw) -> None:

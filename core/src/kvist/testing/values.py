@@ -77,7 +77,7 @@ class Values:
         ]
         self.pages: list[Array] = []
         for group, pages in zip(self.layout.groups, self.whole):
-            rows = 1 if group.exact else group.retention.ring or self.layout.block_tokens
+            rows = state_rows(group.retention) if group.exact else group.retention.ring or self.layout.block_tokens
             assert rows * 8 <= group.page_bytes, "rows of this spec are too narrow for a value"
             self.pages.append(pages[:, :rows])
 
@@ -162,12 +162,29 @@ class Values:
         """A state is the fold over all tokens so far, and nothing before the first one."""
         states = self.pages[group.index]
         assert table[0] > 0, f"{group.name}: no page for the state"
+        if not group.retention.draft_pages:
+            return self._replay(group, states[table[0]], start, before, values, drafts)
         assert states[table[0], 0] == before, f"{group.name}: the state before position {start} is wrong"
         if drafts:
             assert (table[: len(values) + 1] > 0).all(), f"{group.name}: no page for the state after a draft"
             states[table[1 : len(values) + 1], 0] = values
         else:
             states[table[0], 0] = values[-1]
+
+    def _replay(self, group: Group, page: Array, start: int, before: int, values: Array, drafts: int) -> None:
+        """A page has a checkpoint's position, its state, and the states after each of the tokens since."""
+        valid, room = start - int(page[0]), len(page) - 2
+        assert 0 <= valid <= room, f"{group.name}: {valid} inputs of {room} are valid before position {start}"
+        assert page[1 + valid] == before, f"{group.name}: the state before position {start} is wrong"
+        states = np.concatenate([page[1 : 2 + valid], values])
+        # Without drafts all stays. Otherwise what was accepted goes into the checkpoint when the inputs do not fit, and
+        # with it those of the new ones that are sure to stay.
+        done = len(values) + valid
+        if drafts:
+            done = 0 if done <= room else valid + max(0, len(values) - room)
+        left = states[done:]
+        page[0], page[1:] = page[0] + done, JUNK
+        page[1 : 1 + len(left)] = left
 
     def _read(self, group: Group, table: IntArray, query: int, truth: Array) -> None:
         block = self.layout.block_tokens
@@ -176,3 +193,8 @@ class Values:
         assert (pages != NO_PAGE).all(), f"{group.name}: a block that position {query} reads is gone"
         found = self.pages[group.index][pages, positions % block]
         assert np.array_equal(found, truth[positions]), f"{group.name}: position {query} reads wrong rows"
+
+
+def state_rows(retention: Retention) -> int:
+    """Values in the page of a state: one, or a checkpoint's two and one for each draft that can be taken back."""
+    return 1 if retention.draft_pages else 2 + (retention.most_drafts or 0)

@@ -40,8 +40,8 @@ class Backup:
         self._flights = flights
         self._pages_in_use = pages_in_use
         self._in_use: list[Sequence[int]] = []
-        #: Blocks that may still follow what was copied of an extent. Without an end, paths that do not fit in the next
-        #: tier together would push each other out for ever.
+        #: Whose copies go on, and after which block. Only forwards: otherwise paths that do not fit in the next tier
+        #: together would push each other out for ever.
         self._follow: dict[Extent, int] = {}
         #: Extents with such pages.
         self._later: list[Extent] = []
@@ -62,18 +62,23 @@ class Backup:
         """Submit copies of what has become idle, as far as there is room. Was there any?"""
         self._queue.extend(self._later)
         self._later.clear()
-        if self._queue and self._pages_in_use is not None:
+        if (self._follow or self._queue) and self._pages_in_use is not None:
             self._in_use = self._pages_in_use()
         some = False
         looked_at: set[Extent] = set()
-        while self._queue and self._flights.room_down > 0 and self._blocks_moving < self._most:
-            if self._queue[0] in looked_at:
+        while (self._follow or self._queue) and self._flights.room_down > 0 and self._blocks_moving < self._most:
+            extent = next(iter(self._follow)) if self._follow else self._queue[0]
+            after = self._follow.get(extent)
+            if after is None and extent in looked_at:
                 self._queue.popleft()
                 continue
-            transfer = self._transfer(self._queue[0], min(self._batch, self._most - self._blocks_moving))
+            transfer = self._transfer(extent, min(self._batch, self._most - self._blocks_moving), after)
             if self._waits:
                 break
-            looked_at.add(self._queue.popleft())
+            if after is None:
+                looked_at.add(self._queue.popleft())
+            else:
+                del self._follow[extent]
             some |= transfer is not None
         return some
 
@@ -90,9 +95,8 @@ class Backup:
         for extent in [extent for extent, busy in self._busy.items() if busy is transfer]:
             del self._busy[extent]
         if kept:
-            if transfer.more and transfer.extent is not None and not transfer.lost.any():
+            if transfer.more is not None and transfer.extent is not None and not transfer.lost.any():
                 self._follow[transfer.extent] = transfer.more
-                self._queue.append(transfer.extent)
             self._queue.extend(transfer.again)
 
     def forget(self) -> None:
@@ -101,11 +105,15 @@ class Backup:
         self._later.clear()
         self._follow.clear()
 
-    def _transfer(self, extent: Extent, most: int) -> Transfer | None:
-        """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks."""
+    def _transfer(self, extent: Extent, most: int, after: int | None = None) -> Transfer | None:
+        """Start copying up to ``most`` of the blocks on the path to ``extent`` that the next tier lacks, of those
+        ``after`` one, if it is given."""
         self._waits = False
-        rest = self._follow.pop(extent, None)
-        if not extent.alive or extent.stale or extent.holds:
+        while not extent.alive and extent.parent is not None:
+            # What was evicted meanwhile has perhaps left the beginning of its path.
+            extent = extent.parent
+        if extent.parent is None or extent.stale or (extent.holds and extent not in self._busy):
+            # Whoever holds it lets go of it some time.
             return None
         known = self.source.path_to(extent)
         for above, _ in known.path:
@@ -121,12 +129,10 @@ class Backup:
             return None
         scope = scope_of(extent)
         if isinstance(self._target, Content):
-            transfer = self._to_disk(known, most, rest, self._target)
+            transfer = self._to_disk(known, most, after, self._target)
         else:
-            transfer = self._to_level(scope, known, most, rest, self._target)
+            transfer = self._to_level(scope, known, most, after, self._target)
         if transfer is None:
-            if self._waits and rest is not None:
-                self._follow[extent] = rest
             return None
         transfer.extent = extent
         try:
@@ -144,19 +150,21 @@ class Backup:
             node = node.parent
         return transfer
 
-    def _to_level(self, scope: Scope, known: Known, most: int, rest: int | None, target: Level) -> Transfer | None:
+    def _to_level(self, scope: Scope, known: Known, most: int, after: int | None, target: Level) -> Transfer | None:
         tokens = _tokens(known)
         have = target.look(scope, tokens)
         blocks = known.pages.shape[1]
         first = blocks if have.length == len(tokens) else have.length // target.block
         missing: Cells = known.pages != NO_PAGE
         missing[:, :first] &= have.pages[:, :first] == NO_PAGE
-        lacking = np.flatnonzero(missing.any(axis=0))
+        lacking = _after(after, missing)
+        if after is not None and first <= after:
+            # What it was to follow has been pushed out.
+            return None
         if not len(lacking):
             if have.path:
                 target.touch(have.path[-1][0])
             return None
-        lacking = lacking[:rest]
         kept = target.pin(have, first)
         ordinals = lacking[:most]
         needed = missing[:, ordinals].sum(axis=1).tolist()
@@ -183,22 +191,21 @@ class Backup:
         )
         transfer = self._started(known, ordinals, missing, target, pages)
         transfer.target, transfer.arrival = target, arrival
-        transfer.more = len(lacking) - len(ordinals)
+        transfer.more = int(ordinals[-1]) if len(ordinals) < len(lacking) else None
         return transfer
 
-    def _to_disk(self, known: Known, most: int, rest: int | None, content: Content) -> Transfer | None:
+    def _to_disk(self, known: Known, most: int, after: int | None, content: Content) -> Transfer | None:
         keys = content.keys(known.path)
         masks = np.array(content.disk.masks(keys), np.int64)
         groups = np.arange(len(known.pages))[:, None]
         missing: Cells = (known.pages[:, : len(keys)] != NO_PAGE) & (masks >> groups & 1 == 0)
-        lacking = np.flatnonzero(missing.any(axis=0))
+        lacking = _after(after, missing)
         if not len(lacking):
             return None
-        lacking = lacking[:rest]
         # The deepest first: what is written last is evicted last, and no block is of use without those before it.
         ordinals = lacking[:most]
         transfer = self._started(known, ordinals, missing, None, None, content.disk, keys)
-        transfer.more = len(lacking) - len(ordinals)
+        transfer.more = int(ordinals[-1]) if len(ordinals) < len(lacking) else None
         return transfer
 
     def _started(
@@ -235,3 +242,9 @@ class Backup:
 def _tokens(known: Known) -> IntArray:
     runs = [extent.tokens for extent, _ in known.path]
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+
+def _after(ordinal: int | None, missing: Cells) -> npt.NDArray[np.int64]:
+    """The blocks of which something is missing, ascending; those after one of them, if it is given."""
+    lacking = np.flatnonzero(missing.any(axis=0))
+    return lacking if ordinal is None else lacking[lacking > ordinal]

@@ -79,7 +79,6 @@ class Level:
     def __init__(self, tier: Tier, tree: PrefixTree, ledger: Ledger) -> None:
         self.tier = tier
         self.tree = tree
-        self._keeper = Keeper(tree, None)
         self.ledger = ledger
         self._keeper = Keeper(tree, None)
         self.block = ledger.layout.block_tokens
@@ -146,15 +145,20 @@ class Level:
         del self.pins[id(pin)]
         return self._noted(Pin(pin.extent, [np.concatenate(each) for each in zip(pin.pages, pages)], pin.read))
 
-    def unpin(self, pin: Pin, *, used: bool) -> None:
-        """Give back a pin: its pages and its hold. ``used``: does that count as a use? Mutates."""
+    def unpin(self, pin: Pin, *, used: bool, silent: bool = True) -> None:
+        """Give back a pin: its pages and its hold. Mutates.
+
+        used: does that count as a use? silent: a copy down is no news for those who look for what to copy down; they
+        would try again for ever what fails.
+        """
         del self.pins[id(pin)]
         for group, pages in enumerate(pin.pages):
             if len(pages):
                 self.ledger.release(group, pages)
         if pin.extent is not None:
-            # A copy is no news for those who wait for extents to become idle.
-            idled, self.tree.idled = self.tree.idled, None
+            idled = self.tree.idled
+            if silent:
+                self.tree.idled = None
             self._unpublish(self.tree.release(pin.extent, used=used))
             self.tree.idled = idled
 
@@ -182,6 +186,9 @@ class Level:
         ordinals, pages, first = arrival.ordinals, arrival.pages, arrival.first
         there = ordinals[((pages != NO_PAGE) & ~arrival.lost).any(axis=0)]
         end = max(first, int(there[-1]) + 1) if len(there) else first
+        if len(there) and not self.dense.any():
+            # Tokens behind the last page belong to it: those that nobody is to reuse at the end of what is known.
+            end = -(-len(arrival.tokens) // block)
         gaps = ordinals[(arrival.lost & self.dense[:, None]).any(axis=0)]
         if len(gaps):
             end = max(first, min(end, int(gaps[0])))
@@ -241,8 +248,8 @@ class Level:
                 if any(node.holds for node in order):
                     return
                 for node in reversed(order[1:]):
-                    self._unpublish([self.tree.truncate(node, 0)])
-                self._unpublish([self.tree.truncate(extent, ordinal - extent.start // self.block)])
+                    self._unpublish([self.tree.truncate(node, 0, "failed")])
+                self._unpublish([self.tree.truncate(extent, ordinal - extent.start // self.block, "failed")])
 
     def touch(self, extent: Extent) -> None:
         """Count a use of an extent and of everything above it. Mutates."""

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvist.events import Events
 from kvist.layout import Layout
 from kvist.ledger import Ledger
 from kvist.memory.mover import Tier
@@ -23,6 +24,7 @@ from kvist.tiers.content import Content
 from kvist.tiers.level import Arrival, Level, Pin
 from kvist.tiers.search import DEVICE, DISK, HOST, Found, Search
 from kvist.tiers.transfer import Flights, Part, Transfer, part_of, spread
+from kvist.watches import DiskWatch, TreeWatch
 
 
 @attrs.frozen(eq=False)
@@ -73,6 +75,15 @@ class LowerTiers:
         self._down = {tier: [0 for _ in layout.groups] for tier in names}
         self._up = {tier: [0 for _ in layout.groups] for tier in names}
         self._failed = dict.fromkeys(names, 0)
+
+    def watch(self, events: Events) -> None:
+        """Let listeners know of every lower tier too."""
+        above = Tier.DEVICE
+        if self.host is not None:
+            events.add(TreeWatch(events, self.device.ledger.layout, self.host.tree, Tier.HOST))
+            above = Tier.HOST
+        if self._content is not None:
+            events.add(DiskWatch(events, self._content.disk, above))
 
     @property
     def copying(self) -> int:

@@ -30,7 +30,7 @@ class Transfer:
     """Blocks of one token run that move between tiers. ``ordinals``: int64, ascending.
 
     pins: what it keeps of the tiers that it copies from. target: where it goes, with ``arrival``; None for the disk.
-    extent: where it goes down from. more: blocks that are to follow. again: extents below that wait for it.
+    extent: where it goes down from. more: the block after which others are to follow. again: extents that wait for it.
     sequence, limit: who waits for it, and up to where; None once nobody does.
     """
 
@@ -42,7 +42,7 @@ class Transfer:
     target: Level | None = None
     arrival: Arrival | None = None
     extent: Extent | None = None
-    more: int = 0
+    more: int | None = None
     again: list[Extent] = attrs.Factory(list)
     sequence: Sequence | None = None
     limit: int = 0
@@ -57,7 +57,7 @@ class Transfer:
     def unpin(self) -> None:
         """Give back what it keeps of its sources."""
         for level, pin in self.pins:
-            level.unpin(pin, used=False)
+            level.unpin(pin, used=False, silent=self.extent is not None)
 
 
 class Flights:

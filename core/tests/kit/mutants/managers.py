@@ -17,16 +17,10 @@ from kit.mutants.planted import listed, planted
 
 from kvist.manager import PagedCacheManager
 from kvist.spec import Scope
+from kvist.testing.builtin import TestPagedCacheManager
 from kvist.testing.manager import CacheManagerTests
 
 Fault = contextlib.AbstractContextManager[Any]
-
-
-class Paged(CacheManagerTests):
-    """Kvist's own manager."""
-
-    def manager(self, layout, **options):
-        return PagedCacheManager(layout, **options)
 
 
 class OneCacheForAll(PagedCacheManager):
@@ -91,7 +85,7 @@ def _stranger(manager: Callable[..., Any]) -> Iterator[type[CacheManagerTests]]:
 @contextlib.contextmanager
 def _faulty(fault: Callable[[], Fault]) -> Iterator[type[CacheManagerTests]]:
     with fault():
-        yield Paged
+        yield TestPagedCacheManager
 
 
 @contextlib.contextmanager
@@ -175,8 +169,8 @@ _PLANTED = (
         "closing throws away",
         "CM-26",
         "residents.py",
-        "        self._publish_all(sequence)\n        if self._keeper.learns",
-        "        if self._keeper.learns",
+        "        self._publish_all(sequence)\n        self._end(sequence)",
+        "        self._end(sequence)",
     ),
     (
         "closes under a step in flight",

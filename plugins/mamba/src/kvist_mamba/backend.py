@@ -14,7 +14,15 @@ from kvist.spec import CacheSpec
 from kvist.step import NO_PAGE, Step
 from kvist_mamba import reference
 from kvist_mamba.geometry import RecurrentLayer, check_inputs, recurrent_layers
-from kvist_mamba.inputs import CONV_STATE, RECURRENT_STATE, RecurrentInputs, ShortConvInputs
+from kvist_mamba.inputs import (
+    CHECKPOINT,
+    CONV_HISTORY,
+    CONV_STATE,
+    GATE_HISTORY,
+    RECURRENT_STATE,
+    RecurrentInputs,
+    ShortConvInputs,
+)
 from kvist_mamba.reference.scan import ScanInputs
 
 #: Page 0 of every group is nobody's: a row that names it is padding.
@@ -58,12 +66,40 @@ def state_rows(step: Step, group_index: int) -> list[StateRow]:
     return rows
 
 
-class ReferenceBackend(AttentionBackend):
-    """Plain torch, one row of the step after the other, token by token in float32 (float64 for float64 inputs).
+@attrs.frozen
+class ReplayRow:
+    """One row of a step whose state takes drafts back by replay. page: read and written. start: position of its first
+    token."""
 
-    Serves every kind of mixer on any torch device. How a sequence is cut into steps is nothing to the scan as long as
-    states are stored in the dtype of the computation; in a smaller one they are rounded at the end of each step. The
-    values of padding rows are zero.
+    tokens: slice
+    page: int
+    start: int
+    drafts: int
+
+
+def replay_rows(step: Step, group_index: int) -> list[ReplayRow]:
+    """The step's rows for a group without pages for drafts; padding rows are left out. Raises StateError for a row
+    without a page."""
+    starts, rows = step.query_starts, []
+    for row in range(step.row_count):
+        count, page = int(step.query_lengths[row]), int(step.tables[group_index][step.slots[row], 0])
+        if page == _PADDING or not count:
+            continue
+        if page == NO_PAGE:
+            raise StateError(f"row {row} of the step has no page for its state")
+        drafts = int(step.drafts[row]) if len(step.drafts) else 0
+        tokens = slice(int(starts[row]), int(starts[row + 1]))
+        rows.append(ReplayRow(tokens, page, int(step.lengths[row]) - count, drafts))
+    return rows
+
+
+class ReferenceBackend(AttentionBackend):
+    """Plain torch, one row of the step after the other, in float32 (float64 for float64 inputs). Long runs of Mamba-2
+    and of gated delta nets are computed in chunks, everything else token by token.
+
+    Serves every kind of mixer and both ways to take drafts back, on any torch device. How a sequence is cut into steps
+    is nothing to the result but the order of sums, as long as states are stored in the dtype of the computation; in a
+    smaller one they are rounded at the end of each step. The values of padding rows are zero.
     """
 
     name = "mamba-reference"
@@ -71,19 +107,22 @@ class ReferenceBackend(AttentionBackend):
     @classmethod
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
         """Row-major, for any spec with recurrent layers of plain floats."""
-        recurrent_layers(spec, cls.name)
+        recurrent_layers(spec, cls.name, replays=True)
         return RowMajor()
 
     def __init__(self, context: BackendContext) -> None:
         self._memory = context.memory
-        self._layers = recurrent_layers(context.spec, self.name)
-        self._groups = {layer: context.memory.layout.part(layer, CONV_STATE)[0].index for layer in self._layers}
+        self._layers = recurrent_layers(context.spec, self.name, replays=True)
+        self._groups = {layer: context.memory.layout.part(layer, CONV_STATE)[0] for layer in self._layers}
         self._step: Step | None = None
         self._rows: dict[int, list[StateRow]] = {}
+        self._replays: dict[int, list[ReplayRow]] = {}
 
     def begin(self, step: Step) -> None:
         """Find the pages of the step's states, once for all layers."""
-        self._rows = {group: state_rows(step, group) for group in sorted(set(self._groups.values()))}
+        groups = {group.index: group.retention.draft_pages for group in self._groups.values()}
+        self._rows = {group: state_rows(step, group) for group, apart in groups.items() if apart}
+        self._replays = {group: replay_rows(step, group) for group, apart in groups.items() if not apart}
         self._step = step
 
     def forward(self, layer_id: int, inputs: Any) -> torch.Tensor:
@@ -93,9 +132,13 @@ class ReferenceBackend(AttentionBackend):
         Raises StateError before the first ``begin``, SpecError for inputs that do not fit the layer.
         """
         assert isinstance(inputs, RecurrentInputs)
-        layer = self._layers[layer_id]
+        layer, group = self._layers[layer_id], self._groups[layer_id].index
         check_inputs(layer, inputs, self._step)
-        rows = self._rows[self._groups[layer_id]]
+        if layer.history:
+            return self._replay(layer, inputs, self._replays[group])
+        return self._advance(layer, inputs, self._rows[group])
+
+    def _advance(self, layer: RecurrentLayer, inputs: RecurrentInputs, rows: list[StateRow]) -> torch.Tensor:
         conv = self._convolve(layer, inputs, rows)
         if isinstance(inputs, ShortConvInputs):
             return conv.to(inputs.conv_inputs.dtype)
@@ -107,6 +150,37 @@ class ReferenceBackend(AttentionBackend):
             values[row.tokens], after = scan(row.tokens, states[row.source].to(conv.dtype), row.after)
             states[list(row.targets)] = after.to(states.dtype)
         return values.to(inputs.conv_inputs.dtype)
+
+    def _replay(self, layer: RecurrentLayer, inputs: RecurrentInputs, rows: list[ReplayRow]) -> torch.Tensor:
+        """As :meth:`_advance`, with the histories' valid tokens before each row's own."""
+        if not rows:
+            return self._advance(layer, inputs, [])
+        positions = self._memory.view(layer.id, CHECKPOINT, (1,), torch.int64)
+        gates = reference.gates_of(inputs, _computed(inputs.conv_inputs.dtype))
+        own = [inputs.conv_inputs] + ([] if gates is None else [gates])
+        kept = [self._view(layer, stream) for stream, _ in zip((CONV_HISTORY, GATE_HISTORY), own)]
+        joined: list[list[torch.Tensor]] = [[] for _ in own]
+        turns, longer, begin = [], [], 0
+        for row in rows:
+            count = row.tokens.stop - row.tokens.start
+            turn = reference.turn(int(positions[row.page]), row.start, count, row.drafts, layer.history)
+            for parts, history, new in zip(joined, kept, own):
+                parts += [history[row.page, :, : turn.valid].T.to(new.dtype), new[row.tokens]]
+            part = slice(begin, begin + turn.valid + count)
+            moves = (turn.done,) if turn.done else ()
+            longer.append(StateRow(part, row.page, moves, (row.page,) * len(moves)))
+            turns.append(turn)
+            begin = part.stop
+        whole = [torch.cat(parts) for parts in joined]
+        values = self._advance(layer, reference.with_tokens(inputs, *whole), longer)
+        result = values.new_zeros(len(inputs.conv_inputs), values.shape[1])
+        for row, turn, joint in zip(rows, turns, longer):
+            result[row.tokens] = values[joint.tokens][turn.valid :]
+            for history, tokens in zip(kept, whole):
+                left = tokens[joint.tokens][turn.done :]
+                history[row.page, :, : len(left)] = left.T.to(history.dtype)
+            positions[row.page] += turn.done
+        return result
 
     def _convolve(self, layer: RecurrentLayer, inputs: RecurrentInputs, rows: list[StateRow]) -> torch.Tensor:
         """``[token_count, channels]`` in the dtype of the computation, without activation."""

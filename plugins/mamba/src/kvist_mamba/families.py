@@ -29,12 +29,14 @@ class Mixer:
     kernel: its width ``K``.
     state: shape of the recurrent state, ``None`` for a mixer that is a convolution only.
     heads: is axis 0 of the state heads? Otherwise it is channels.
+    gates: inputs beside the convolution's, one number per head each.
     """
 
     sections: tuple[int, ...]
     kernel: int
     state: tuple[int, ...] | None
     heads: bool = True
+    gates: int = 0
 
 
 @attrs.frozen
@@ -73,7 +75,7 @@ def _heads(config: Config, heads: int, size: int, groups: str, state: str, kerne
     parts(config, heads, "the number of heads", groups)
     columns = positive(config, state)
     shared = positive(config, groups) * columns
-    return Mixer((heads * size, shared, shared), positive(config, kernel), (heads, size, columns))
+    return Mixer((heads * size, shared, shared), positive(config, kernel), (heads, size, columns), gates=1)
 
 
 def _require_product(config: Config, heads: int, size: int, width: int, name: str) -> None:
@@ -120,7 +122,7 @@ def _qwen3_next(config: Config) -> Mixer:
     key, value = positive(config, "linear_key_head_dim"), positive(config, "linear_value_head_dim")
     parts(config, values, "linear_num_value_heads", "linear_num_key_heads")
     sections = (keys * key, keys * key, values * value)
-    return Mixer(sections, positive(config, "linear_conv_kernel_dim"), (values, key, value))
+    return Mixer(sections, positive(config, "linear_conv_kernel_dim"), (values, key, value), gates=2)
 
 
 def _lfm2(config: Config) -> Mixer:

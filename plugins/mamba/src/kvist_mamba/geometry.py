@@ -12,9 +12,11 @@ from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec, Layer, Stream
 from kvist.step import Step
 from kvist_mamba.inputs import (
+    CHECKPOINT,
+    CONV_HISTORY,
     CONV_STATE,
+    GATE_HISTORY,
     RECURRENT_STATE,
-    STREAMS,
     DeltaNetInputs,
     Mamba1Inputs,
     Mamba2Inputs,
@@ -33,6 +35,8 @@ class RecurrentLayer:
     channels, columns: shape of the convolution's state; ``columns + 1`` is the convolution's width.
     state: shape of the recurrent state, ``None`` without one.
     conv_dtype, state_dtype: of the stored states.
+    history: tokens whose inputs are kept for replay, 0 where drafts have pages of their own. gates, gate_dtype: numbers
+        per token in stream ``"gate_history"``, 0 without it, and what they are stored in.
     """
 
     id: int
@@ -41,11 +45,18 @@ class RecurrentLayer:
     state: tuple[int, ...] | None
     conv_dtype: str
     state_dtype: str
+    history: int = 0
+    gates: int = 0
+    gate_dtype: str = ""
 
     def stored(self, stream_name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of the state in a stream that the layer has."""
         if stream_name == CONV_STATE:
             return (self.channels, self.columns), self.conv_dtype
+        if stream_name == CONV_HISTORY:
+            return (self.channels, self.history), self.conv_dtype
+        if stream_name == GATE_HISTORY:
+            return (self.gates, self.history), self.gate_dtype
         assert self.state is not None
         return self.state, self.state_dtype
 
@@ -55,19 +66,21 @@ class RecurrentLayer:
 
 
 def recurrent_layers(
-    spec: CacheSpec, backend: str, dtypes: Collection[str] = PLAIN_FLOATS
+    spec: CacheSpec, backend: str, dtypes: Collection[str] = PLAIN_FLOATS, *, replays: bool = False
 ) -> dict[int, RecurrentLayer]:
-    """The layers of ``spec``, the recurrent part of a model's, by their id.
+    """The layers of ``spec``, the recurrent part of a model's, by their id. ``replays``: does the backend serve states
+    that take drafts back by replay?
 
     Raises SpecError, naming ``backend`` and the value, for one that is not as this plugin's spec factory makes it.
     """
-    return {layer.id: _recurrent_layer(layer, backend, dtypes) for layer in spec.layers}
+    return {layer.id: _recurrent_layer(layer, backend, dtypes, replays) for layer in spec.layers}
 
 
-def _recurrent_layer(layer: Layer, backend: str, dtypes: Collection[str]) -> RecurrentLayer:
+def _recurrent_layer(layer: Layer, backend: str, dtypes: Collection[str], replays: bool) -> RecurrentLayer:
     where = f"backend {backend!r}: layer {layer.id}"
     streams = {stream.name: stream for stream in layer.streams}
-    if CONV_STATE not in streams or not set(streams) <= set(STREAMS):
+    history, gates, gate_dtype = _take_history(streams, where, replays)
+    if CONV_STATE not in streams or not set(streams) <= {CONV_STATE, RECURRENT_STATE}:
         raise SpecError(
             f"{where} has streams {sorted(streams)}, "
             f"a recurrent layer has {CONV_STATE!r} and perhaps {RECURRENT_STATE!r}",
@@ -92,7 +105,29 @@ def _recurrent_layer(layer: Layer, backend: str, dtypes: Collection[str]) -> Rec
         None if state is None else state.row.shape,
         conv.row.dtype,
         conv.row.dtype if state is None else state.row.dtype,
+        history,
+        gates,
+        gate_dtype,
     )
+
+
+def _take_history(streams: dict[str, Stream], where: str, replays: bool) -> tuple[int, int, str]:
+    """Remove what is kept for replay from ``streams``. Returns tokens, gates and the gates' dtype of the history."""
+    found = {name: streams.pop(name) for name in (CONV_HISTORY, GATE_HISTORY, CHECKPOINT) if name in streams}
+    apart = all(stream.retention.draft_pages for stream in streams.values() if stream.retention.exact)
+    if apart and not found:
+        return 0, 0, ""
+    if not replays:
+        raise SpecError(
+            f"{where} takes drafts back by replay, which this backend does not serve",
+            hint="make the spec with rollback='snapshots'",
+        )
+    if apart or not {CONV_HISTORY, CHECKPOINT} <= set(found):
+        raise SpecError(f"{where} is to take drafts back by replay and has {sorted(found)} for it")
+    tokens = found[CONV_HISTORY].row.shape[1]
+    if GATE_HISTORY not in found:
+        return tokens, 0, ""
+    return tokens, found[GATE_HISTORY].row.shape[0], found[GATE_HISTORY].row.dtype
 
 
 def _check_stream(stream: Stream, where: str, dtypes: Collection[str]) -> None:

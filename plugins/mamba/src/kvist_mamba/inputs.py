@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 FAMILY: Final = "recurrent"
 #: The kinds of mixers: :class:`Mamba1Inputs`, :class:`Mamba2Inputs`, :class:`DeltaNetInputs`, :class:`ShortConvInputs`.
 KINDS: Final = ("mamba1", "mamba2", "delta_net", "short_conv")
-#: The streams of a recurrent layer: ``spec.only(STREAMS)`` is the part of a hybrid's spec that these backends serve.
 CONV_STATE: Final = "conv_state"
 RECURRENT_STATE: Final = "recurrent_state"
-STREAMS: Final = (CONV_STATE, RECURRENT_STATE)
+#: What a layer keeps in addition where drafts are taken back by replay: inputs of the convolution, the other inputs,
+#: which are one number per head, and the position of the checkpoint.
+CONV_HISTORY: Final = "conv_history"
+GATE_HISTORY: Final = "gate_history"
+CHECKPOINT: Final = "checkpoint"
+#: The streams of a recurrent layer: ``spec.only(STREAMS)`` is the part of a hybrid's spec that these backends serve.
+STREAMS: Final = (CONV_STATE, RECURRENT_STATE, CONV_HISTORY, GATE_HISTORY, CHECKPOINT)
 
 
 @attrs.frozen(eq=False, kw_only=True)

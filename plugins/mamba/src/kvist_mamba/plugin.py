@@ -28,7 +28,7 @@ def kvist_cache_managers() -> list[CacheManagerInfo]:
 
 @hookimpl
 def kvist_attention_backends() -> list[AttentionBackendInfo]:
-    """The reference of every mixer, which runs anywhere."""
+    """The reference, which runs anywhere, and the kernels for a GPU: both of every mixer."""
     return [
         AttentionBackendInfo(
             name="mamba-reference",
@@ -39,5 +39,16 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             features=frozenset(KINDS),
             install_hint=_INSTALL_HINT,
             requires=("torch",),
-        )
+        ),
+        AttentionBackendInfo(
+            name="mamba-triton",
+            factory="kvist_mamba.triton_backend:TritonBackend",
+            devices=("cuda",),
+            dtypes=("float32", "float16", "bfloat16"),
+            families=(FAMILY,),
+            features=frozenset(KINDS),
+            priority=10,
+            install_hint="pip install 'kvist-mamba[triton]'",
+            requires=("torch", "triton"),
+        ),
     ]

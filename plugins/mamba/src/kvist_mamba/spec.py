@@ -12,8 +12,13 @@ from kvist.errors import SpecError
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Sections, State, Stream
 from kvist_mamba.config import Config, check_activation, check_rotation, digest, element_type, positive
 from kvist_mamba.families import FAMILIES, FULL, HYBRID, NOTHING, RECURRENT, Family, Mixer
-from kvist_mamba.inputs import CONV_STATE, RECURRENT_STATE
+from kvist_mamba.inputs import CHECKPOINT, CONV_HISTORY, CONV_STATE, GATE_HISTORY, RECURRENT_STATE
+from kvist_mamba.retention import Replay
 
+#: What Zamba2 means by ``use_long_context``, whatever ``max_position_embeddings`` says.
+_LONG_CONTEXT = 16384
+#: Ways to take drafts back.
+ROLLBACKS = ("snapshots", "replay")
 #: Element types that a recurrent state can be stored in. float64 is for measuring the others.
 STATE_DTYPES = ("float32", "bfloat16", "float64")
 
@@ -25,6 +30,8 @@ def cache_spec(
     dtype: str | None = None,
     fingerprint: str | None = None,
     state_dtype: str | None = None,
+    rollback: str = "snapshots",
+    history_tokens: int = 16,
 ) -> CacheSpec:
     """What a recurrent or hybrid model keeps.
 
@@ -40,6 +47,10 @@ def cache_spec(
         where only one set of weights is in play.
     state_dtype: element type of recurrent states, one of :data:`STATE_DTYPES`; ``None`` takes the config's
         ``mamba_ssm_cache_dtype``, else float32.
+    rollback: how drafts are taken back. ``"snapshots"`` stores the state after each query token, in a page each;
+        ``"replay"`` stores the inputs of the last tokens in the state's own page, see
+        :class:`~kvist_mamba.retention.Replay`.
+    history_tokens: for ``"replay"``, how many, which is also the most drafts of a step.
 
     Raises SpecError naming the config field that is missing or cannot work.
     """
@@ -57,11 +68,15 @@ def cache_spec(
         )
     if family.activation is not None:
         check_activation(config, family.activation)
+    if rollback not in ROLLBACKS:
+        raise SpecError(f"rollback={rollback!r} is not served", hint=f"it is one of {', '.join(ROLLBACKS)}")
+    replays = rollback == "replay"
     types = family.layer_types(config)
     _check_types(model_type, types)
     streams: dict[str, tuple[Stream, ...]] = {NOTHING: ()}
     if RECURRENT in types or HYBRID in types:
-        streams[RECURRENT] = _states(family.mixer(config), model_type, dtype, state_dtype)
+        retention = Replay(history_tokens) if replays else State()
+        streams[RECURRENT] = _states(family.mixer(config), model_type, dtype, state_dtype, retention)
     if FULL in types or HYBRID in types:
         check_rotation(config)
         streams[FULL] = _keys_and_values(config, family, dtype)
@@ -71,22 +86,34 @@ def cache_spec(
     return CacheSpec(
         layers,
         block_tokens,
-        fingerprint or digest(given, dtype, state_dtype),
-        max_tokens=positive(config, "max_position_embeddings") if FULL in streams else None,
+        fingerprint or digest(given, dtype, state_dtype, *((rollback, str(history_tokens)) if replays else ())),
+        max_tokens=_max_tokens(config) if FULL in streams else None,
         vocab_size=positive(config, "vocab_size"),
     )
 
 
-def _states(mixer: Mixer, model_type: str, dtype: str, state_dtype: str) -> tuple[Stream, ...]:
+def _max_tokens(config: Config) -> int:
+    return _LONG_CONTEXT if config.get("use_long_context") else positive(config, "max_position_embeddings")
+
+
+def _states(mixer: Mixer, model_type: str, dtype: str, state_dtype: str, retention: State) -> tuple[Stream, ...]:
     if mixer.kernel < 2:
         raise SpecError(f"{model_type}: a convolution of width {mixer.kernel} keeps nothing", hint="it must be wider")
-    row = RowFormat((sum(mixer.sections), mixer.kernel - 1), dtype)
-    conv = Stream(CONV_STATE, row, State(), sharding=Sections(mixer.sections))
-    if mixer.state is None:
-        return (conv,)
-    count = mixer.state[0]
-    sharding = Heads(count) if mixer.heads else Sections((count,))
-    return conv, Stream(RECURRENT_STATE, RowFormat(mixer.state, state_dtype), State(), sharding=sharding)
+    channels, sections = sum(mixer.sections), Sections(mixer.sections)
+    streams = [Stream(CONV_STATE, RowFormat((channels, mixer.kernel - 1), dtype), retention, sharding=sections)]
+    if mixer.state is not None:
+        count = mixer.state[0]
+        sharding = Heads(count) if mixer.heads else Sections((count,))
+        streams.append(Stream(RECURRENT_STATE, RowFormat(mixer.state, state_dtype), retention, sharding=sharding))
+    if isinstance(retention, Replay):
+        row = RowFormat((channels, retention.tokens), dtype)
+        streams.append(Stream(CONV_HISTORY, row, retention, sharding=sections))
+        if mixer.state is not None and mixer.gates:
+            heads = mixer.state[0]
+            row = RowFormat((mixer.gates * heads, retention.tokens), "float64" if dtype == "float64" else "float32")
+            streams.append(Stream(GATE_HISTORY, row, retention, sharding=Sections((heads,) * mixer.gates)))
+        streams.append(Stream(CHECKPOINT, RowFormat((1,), "int64"), retention))
+    return tuple(streams)
 
 
 def _keys_and_values(config: Config, family: Family, dtype: str) -> tuple[Stream, ...]:

@@ -113,7 +113,7 @@ class _Probe:
     """Checks, on one small forward, that the mixers are those of the spec. Its values are zeros."""
 
     def __init__(self, spec: CacheSpec | None, model_type: str) -> None:
-        self._layers = {} if spec is None else recurrent_layers(spec, "transformers")
+        self._layers = {} if spec is None else recurrent_layers(spec, "transformers", replays=True)
         self._model_type = model_type
         self._calls: list[int] = []
 

@@ -12,7 +12,7 @@ from kvist_mamba import RecurrentInputs
 from kvist_mamba.mixers import MIXERS, Finish, recurrent_mixers
 
 _COMMON = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "hidden_size": 32}
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -66,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         "num_attention_heads": 4,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "mamba_d_state": 16,

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvist.layout import Layout
+from kvist.layout import Group, Layout
 from kvist.memory.device import DeviceMemory
 from kvist.spec import ceil_div
 from kvist.step import Step
@@ -48,18 +48,19 @@ class Writes:
             if parts:
                 table = self._step.tables[group.index]
                 for row in range(self._step.row_count):
-                    for page in table[self._step.slots[row]][self._columns(group.exact, row)]:
+                    for page in table[self._step.slots[row]][self._columns(group, row)]:
                         for part in parts:
                             begin = int(page) * group.page_bytes + part.offset
                             own[begin : begin + part.byte_count] = True
         return own
 
-    def _columns(self, exact: bool, row: int) -> slice:
+    def _columns(self, group: Group, row: int) -> slice:
         """The columns of the row's table whose pages it writes."""
         step, block = self._step, self._layout.block_tokens
         count, length = int(step.query_lengths[row]), int(step.lengths[row])
-        if exact:
-            return slice(1, count + 1) if len(step.drafts) and step.drafts[row] else slice(0, 1)
+        if group.exact:
+            apart = group.retention.draft_pages and len(step.drafts) and step.drafts[row]
+            return slice(1, count + 1) if apart else slice(0, 1)
         return slice((length - count) // block, ceil_div(length, block))
 
 

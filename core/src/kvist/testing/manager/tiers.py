@@ -179,8 +179,7 @@ def _scaled(options: dict[str, Any], groups: int) -> dict[str, Any]:
 
 
 def _leave_the_device(cache: Cache) -> None:
-    """Take all of the device for others, so that ``range(3 * P)`` is not there any more."""
-    cache.evict_device()
+    """Compute other prompts until ``range(3 * P)`` is not there any more."""
     for number in range(1, 100):
         if not cache.manager.probe(tokens(range(3 * P), 99)):
             return

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvist_mamba.reference.chunks import stacked
+
 
 def causal_conv(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor
@@ -25,4 +27,4 @@ def causal_conv(
 
 def conv_states(history: torch.Tensor, columns: int, after: Sequence[int]) -> torch.Tensor:
     """The state after so many tokens: ``[len(after), channels, columns]`` with ``columns = K - 1``."""
-    return torch.stack([history[:, count : count + columns] for count in after])
+    return stacked([history[:, count : count + columns] for count in after], history[:, :columns])

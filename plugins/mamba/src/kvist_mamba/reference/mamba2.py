@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvist_mamba.reference.chunks import Decay, chunks, stacked
+
 
 def split_mamba2(
     conv: torch.Tensor, heads: int, size: int, columns: int
@@ -14,7 +16,8 @@ def split_mamba2(
     shared = (conv.shape[1] - heads * size) // 2
     x, b, c = torch.split(conv, [heads * size, shared, shared], dim=1)
     count = len(conv)
-    return x.reshape(count, heads, size), b.reshape(count, -1, columns), c.reshape(count, -1, columns)
+    groups = shared // columns
+    return x.reshape(count, heads, size), b.reshape(count, groups, columns), c.reshape(count, groups, columns)
 
 
 def mamba2_scan(
@@ -40,7 +43,7 @@ def mamba2_scan(
         values.append((state * c[t, :, None, :]).sum(-1) + d[:, None] * x[t])
         if t + 1 in wanted:
             states.append(state)
-    return torch.stack(values), torch.stack(states)
+    return torch.stack(values), stacked(states, state)
 
 
 def mamba2_chunked_scan(
@@ -52,7 +55,7 @@ def mamba2_chunked_scan(
     d: torch.Tensor,
     state: torch.Tensor,
     after: Sequence[int],
-    chunk_tokens: int = 64,
+    chunk_tokens: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as :func:`mamba2_scan`, as matrix products within chunks (arXiv 2405.21060, section 6).
 
@@ -60,32 +63,26 @@ def mamba2_chunked_scan(
     by more than the order of sums does.
     """
     b, c = _per_head(b, len(a)), _per_head(c, len(a))
-    ends = sorted({*range(chunk_tokens, len(x), chunk_tokens), *after, len(x)})
-    values, states, begin = [], [], 0
-    for end in ends:
-        part = slice(begin, end)
+    values, states = [], []
+    for part in chunks(len(x), chunk_tokens, after):
         value, state = _chunk(x[part], dt[part], b[part], c[part], a, state)
         values.append(value)
-        if end in after:
+        if part.stop in after:
             states.append(state)
-        begin = end
-    return torch.cat(values) + d[:, None] * x, torch.stack(states)
+    return torch.cat(values) + d[:, None] * x, stacked(states, state)
 
 
 def _chunk(
     x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One chunk without the skip ``d x``; b, c ``[T, H, N]``."""
-    total = torch.cumsum(dt * a, dim=0)  # [T, H], log decay from before the chunk to each token
+    decay = Decay(dt * a)
     scaled = dt[:, :, None] * x
-    later = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).tril()
-    between = (total[:, None, :] - total[None, :, :]).masked_fill(~later[:, :, None], float("-inf")).exp()
-    weights = torch.einsum("ihn,jhn->ijh", c, b) * between
+    weights = torch.einsum("ihn,jhn->ijh", c, b) * decay.between
     value = torch.einsum("ijh,jhp->ihp", weights, scaled)
-    value += torch.exp(total)[:, :, None] * torch.einsum("hpn,ihn->ihp", state, c)
-    left = torch.exp(total[-1] - total)  # [T, H]
-    added = torch.einsum("jh,jhp,jhn->hpn", left, scaled, b)
-    return value, torch.exp(total[-1])[:, None, None] * state + added
+    value += decay.before[:, :, None] * torch.einsum("hpn,ihn->ihp", state, c)
+    added = torch.einsum("jhp,jhn->hpn", decay.left[:, :, None] * scaled, b)
+    return value, decay.before[-1, :, None, None] * state + added
 
 
 def _per_head(shared: torch.Tensor, heads: int) -> torch.Tensor:

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from kvist_mamba.inputs import DeltaNetInputs, Mamba1Inputs, Mamba2Inputs
-from kvist_mamba.reference.delta_net import delta_net_scan, split_delta_net
+from kvist_mamba.reference.delta_net import delta_net_chunked_scan, delta_net_scan, split_delta_net
 from kvist_mamba.reference.mamba1 import mamba1_scan
-from kvist_mamba.reference.mamba2 import mamba2_scan, split_mamba2
+from kvist_mamba.reference.mamba2 import mamba2_chunked_scan, mamba2_scan, split_mamba2
+
+#: Tokens for each wanted state from which on a scan in chunks is the faster one.
+_CHUNKED_FROM = 8
 
 #: Tokens of one sequence, the state before, ``after`` -> values ``[tokens, width]`` and states.
 Scan = Callable[[slice, torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
@@ -50,7 +53,8 @@ def _mamba2(inputs: Mamba2Inputs, conv: torch.Tensor, state: Sequence[int]) -> S
     a, d = inputs.a.to(conv.dtype), inputs.d.to(conv.dtype)
 
     def scan(tokens: slice, state: torch.Tensor, after: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        values, states = mamba2_scan(x[tokens], dt[tokens], b[tokens], c[tokens], a, d, state, after)
+        run = mamba2_chunked_scan if _is_long(tokens, after) else mamba2_scan
+        values, states = run(x[tokens], dt[tokens], b[tokens], c[tokens], a, d, state, after)
         return values.flatten(1), states
 
     return scan
@@ -61,7 +65,13 @@ def _delta_net(inputs: DeltaNetInputs, conv: torch.Tensor, state: Sequence[int])
     log_decay, beta = inputs.log_decay.to(conv.dtype), inputs.beta.to(conv.dtype)
 
     def scan(tokens: slice, state: torch.Tensor, after: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        values, states = delta_net_scan(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state, after)
+        run = delta_net_chunked_scan if _is_long(tokens, after) else delta_net_scan
+        values, states = run(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state, after)
         return values.flatten(1), states
 
     return scan
+
+
+def _is_long(tokens: slice, after: Sequence[int]) -> bool:
+    count: int = tokens.stop - tokens.start
+    return count >= _CHUNKED_FROM * max(1, len(after))
