@@ -72,7 +72,7 @@ def test_a_manager_for_one_family_names_what_it_serves() -> None:
 class Alone(CacheManagerTests):
     """A spec and no mixes; pages of one group are 128 times as large as the other's."""
 
-    seeds, examples = 4, 2
+    seeds, examples = 2, 1
     small: ClassVar[History | Window] = History()
     large: ClassVar[State | Window | History] = State()
 
