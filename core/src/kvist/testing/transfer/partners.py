@@ -117,6 +117,7 @@ class PartnerTests(TransportAuthor):
                 alive.call("give_up")
             alive.until("all_decided", timeout_s=15)
             stopped.go_on()
+            stopped.call("start_no_more")
             sender.call("give_up")
             alive.until("all_ended", timeout_s=15)
             stopped.until("all_ended", timeout_s=15)

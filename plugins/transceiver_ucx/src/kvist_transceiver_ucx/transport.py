@@ -1,0 +1,247 @@
+"""The transport: what the core calls. Everything that takes time happens in the progress thread."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvist.errors import TransferError
+from kvist.transfer.transport import (
+    WIRE_VERSION,
+    Capabilities,
+    Done,
+    Event,
+    Failed,
+    Fragments,
+    Int64Array,
+    Peer,
+    Region,
+    TransportContext,
+    host_bytes,
+    require_inside,
+)
+from kvist_transceiver_ucx import wire
+from kvist_transceiver_ucx.book import Book
+from kvist_transceiver_ucx.library import load
+from kvist_transceiver_ucx.place import here
+from kvist_transceiver_ucx.progress import Progress
+from kvist_transceiver_ucx.ucp import Context, Memory, prove
+from kvist_transceiver_ucx.writes import Write
+
+#: Of any UCX; ``devices`` is what the library says. A peer that lives keeps what it has mapped, and UCX can take
+#: nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
+CAPABILITIES = Capabilities(
+    devices=frozenset({"cpu"}),
+    allocates=True,
+    grants=False,
+    close_is_fence=False,
+    death_is_fence=True,
+    detects_death=True,
+    target_must_progress=True,
+)
+
+#: Lanes through memory that processes share. A list of lanes without any of these cannot reach our memory directly.
+_SHARED = {"all", "shm", "sm", "mm", "posix", "sysv", "xpmem", "cma", "knem"}
+
+
+class UcxTransport:
+    """Implements :class:`~kvist.transfer.transport.Transport` over UCX.
+
+    library: path of a ``libucp.so.0`` to use; by default the environment variable ``KVIST_UCX_LIBRARY``, the installed
+        libucx wheel, or the system's, in this order.
+    settings: of UCX, as environment variables without their prefix, e.g. ``{"TLS": "tcp"}``. They count more than
+        ``UCX_...`` variables, and those more than :data:`~kvist_transceiver_ucx.ucp.DEFAULTS`.
+
+    Raises TransferError when there is no UCX that works.
+    """
+
+    scheme = wire.SCHEME
+
+    def __init__(
+        self, context: TransportContext, *, library: str | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
+        if context.address not in ("", "ucx://"):
+            raise TransferError(
+                f"a UCX transport cannot listen at {context.address!r}",
+                hint="leave the address empty; UCX_NET_DEVICES and UCX_TLS choose the network",
+            )
+        self.name = context.name
+        self.identity = uuid.uuid4().hex
+        self._context = Context(load(library), settings or {})
+        prove(self._context)
+        self.capabilities = attrs.evolve(CAPABILITIES, devices=self._context.devices())
+        self._memories: list[Memory] = []
+        self._regions: list[Region] = []
+        self._events: list[Event] = []
+        self._unanswered: set[int] = set()
+        self._hello: bytes | None = None
+        self._woken = self._closed = False
+        self._book = Book(self.name)
+        self._progress = Progress(self._context, self._book, self._emit)
+        self._place, self._shares_memory = here(), self._may_share_memory()
+
+    def allocate(self, byte_count: int, device: str = "cpu") -> Region:
+        if device != "cpu":
+            raise TransferError(
+                f"a UCX transport allocates no memory on {device!r}", hint="register() memory of your own"
+            )
+        region = self._map(None, byte_count, device)
+        host_bytes(region.address, byte_count)[:] = 0
+        return region
+
+    def register(self, address: int, byte_count: int, device: str = "cpu") -> Region:
+        return self._map(address, byte_count, device)
+
+    def _map(self, address: int | None, byte_count: int, device: str) -> Region:
+        if device not in self.capabilities.devices:
+            raise TransferError(
+                f"this UCX cannot register memory on {device!r}",
+                hint=f"it takes {', '.join(sorted(self.capabilities.devices))}",
+            )
+        with self._book.changed:
+            if self._hello is not None:
+                raise TransferError("memory was registered after hello()", hint="register everything before")
+            memory = self._context.map(address, byte_count, device)
+            region = Region(len(self._regions), memory.address, byte_count, device)
+            self._memories.append(memory)
+            self._regions.append(region)
+            return region
+
+    def hello(self) -> bytes:
+        with self._book.changed:
+            if self._hello is None:
+                regions = [
+                    wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key())
+                    for region, memory in zip(self._regions, self._memories)
+                ]
+                self._progress.hello = wire.Hello(
+                    version=WIRE_VERSION,
+                    scheme=self.scheme,
+                    identity=self.identity,
+                    name=self.name,
+                    ucx=self._context.library.version,
+                    place=self._place,
+                    shares_memory=self._shares_memory,
+                    worker=self._progress.address,
+                    regions=tuple(regions),
+                )
+                self._hello = wire.encode(self._progress.hello)
+            return self._hello
+
+    def connect(self, hello: bytes) -> Peer:
+        self.hello()  # The peer gets ours with the greeting.
+        version = self._context.library.version
+        told = wire.read_hello(hello, version, self._place, shares_memory=self._shares_memory)
+        with self._book.changed:
+            connection = self._book.live(told.identity)
+            if connection is None:
+                connection = self._book.enter(told)
+                opened = connection
+                self._progress.submit(lambda: self._progress.open(opened))
+            return connection.peer
+
+    def grant(self, peer: Peer, grant: int, region: Region, begins: Int64Array, ends: Int64Array) -> None:
+        raise TransferError("UCX checks no grants", hint="capabilities.grants says so")
+
+    def revoke(self, grant: int) -> None:
+        raise TransferError("UCX takes back no grants", hint="capabilities.grants says so")
+
+    def write(self, peer: Peer, fragments: Fragments, grant: int, token: int) -> None:
+        require_inside(fragments, self._regions[fragments.source_region])
+        with self._book.changed:
+            connection = self._book.of(peer)
+            if connection is None or connection.ended or connection.leaving:
+                self._emit([Failed(token, f"{peer} is gone", in_doubt=False)])
+                return
+            refusal = _beyond(fragments, connection.hello) or self._unshared(fragments, connection.hello)
+            if refusal:
+                self._emit([Failed(token, refusal, in_doubt=False)])
+                return
+            self._unanswered.add(token)
+            write = Write(token, fragments, self._memories[fragments.source_region])
+            self._progress.submit(lambda: self._progress.push(connection, write))
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        if len(data) > self.capabilities.max_message_bytes:
+            raise TransferError(
+                f"a message of {len(data)} bytes; {self.capabilities.max_message_bytes} are the most",
+                hint="split it",
+            )
+        with self._book.changed:
+            connection = self._book.of(peer)
+            if connection is not None and not connection.ended and not connection.leaving:
+                self._progress.submit(lambda: self._progress.push(connection, data))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        with self._book.changed:
+            self._book.changed.wait_for(lambda: self._events or self._woken, timeout_s)
+            self._woken = False
+            events, self._events = self._events, []
+            return events
+
+    def wake(self) -> None:
+        with self._book.changed:
+            self._woken = True
+            self._book.changed.notify_all()
+
+    def disconnect(self, peer: Peer) -> None:
+        with self._book.changed:
+            connection = self._book.of(peer)
+            if connection is not None and not connection.leaving:
+                connection.leaving = True
+                self._progress.submit(lambda: self._progress.leave(connection))
+
+    def close(self) -> None:
+        with self._book.changed:
+            if self._unanswered:
+                raise TransferError(
+                    f"close() while {len(self._unanswered)} write(s) have no answer",
+                    hint="disconnect() their peers first",
+                )
+            if self._closed:
+                return
+            self._closed = True
+        self._progress.stop()
+        self._context.close()
+
+    def _emit(self, events: list[Event]) -> None:
+        with self._book.changed:
+            self._events += events
+            self._unanswered.difference_update(each.token for each in events if isinstance(each, Done | Failed))
+            self._book.changed.notify_all()
+
+    def _unshared(self, fragments: Fragments, hello: wire.Hello) -> str:
+        """Why memory that the peer registered must not be written; empty if it may.
+
+        Over shared memory UCX would send such bytes as messages, and the receiving process crashes if the sender is
+        killed meanwhile (seen with UCX 1.22).
+        """
+        near = hello.place.machine == self._place.machine and hello.shares_memory and self._shares_memory
+        if not near or not len(fragments) or hello.regions[fragments.destination_region].allocated:
+            return ""
+        return (
+            f"region {fragments.destination_region} of {hello.name!r} was registered; over shared memory only what "
+            "allocate() gave can be written"
+        )
+
+    def _may_share_memory(self) -> bool:
+        lanes = self._context.lanes()
+        return lanes.startswith("^") or bool(_SHARED & {lane.strip() for lane in lanes.split(",")})
+
+
+def _beyond(fragments: Fragments, hello: wire.Hello) -> str:
+    """Why a write would touch what the peer did not offer; empty if it does not. UCX does not check."""
+    at = fragments.destination_region
+    if not 0 <= at < len(hello.regions):
+        return f"{hello.name!r} has no region {at}"
+    ends: npt.NDArray[np.int64] = fragments.destinations + fragments.byte_counts
+    if not len(fragments):
+        return ""
+    begin, end = int(fragments.destinations.min()), int(ends.max())
+    if begin < 0 or end > hello.regions[at].byte_count:
+        return f"it writes bytes {begin}..{end} of region {at}, which has {hello.regions[at].byte_count}"
+    return ""
