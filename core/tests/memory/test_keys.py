@@ -61,7 +61,7 @@ def test_the_format_digest_by_hand():
     def stream(name: str, retention: str) -> str:
         row = '{"fields":{"dtype":"float16","scale":null,"shape":[2,8]},"type":"kvist.spec.RowFormat"}'
         return (
-            f'{{"fields":{{"name":"{name}","retention":{retention},"row":{row},'
+            f'{{"fields":{{"continued":false,"name":"{name}","retention":{retention},"row":{row},'
             '"sharding":{"fields":{},"type":"kvist.spec.Replicated"},"tokens_per_row":1},"type":"kvist.spec.Stream"}'
         )
 
