@@ -27,8 +27,9 @@ demo: $(READY) $(WEIGHTS)  ## a real model on Kvist, beside the library alone (a
 test: $(READY)  ## the tests that take seconds
 	$(PYTEST) -m "not slow"
 
+# One after the other: some stop or kill processes and say when that must have been noticed.
 slow: $(READY)  ## the tests that take longer
-	$(PYTEST) -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
 lint: $(READY)  ## style, format and types
 	$(BIN)/ruff check .

@@ -45,6 +45,10 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
     return {folder: built[PROJECTS[folder]["name"]] for folder in FOLDERS}
 
 
+#: Extras that ask for the same library as another one, built for something that development does not have.
+OTHER_BUILDS = {"cu13"}
+
+
 def needed(requirements: Iterable[str], extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
     """Names and extras of the requirements that apply here."""
     for text in requirements:
@@ -59,7 +63,8 @@ def closure(folder: Path, *, extras: bool) -> tuple[set[Path], set[str]]:
     project = PROJECTS[folder]
     optional = project.get("optional-dependencies", {})
     todo = list(needed(project["dependencies"]))
-    todo += [each for texts in optional.values() for each in needed(texts)] if extras else []
+    chosen = [texts for extra, texts in optional.items() if extra not in OTHER_BUILDS]
+    todo += [each for texts in chosen for each in needed(texts)] if extras else []
     folders, others, seen = {folder}, set(), set()
     while todo:
         name, wanted = todo.pop()

@@ -205,7 +205,7 @@ def test_random_traffic(mix, seed):
             running.append(decode.taken(each))
             good += 1
         for sequence in running:
-            if decode.manager.plan([]).fits and rng.random() < 0.5:
+            if decode.manager.plan([Run(sequence, 1)]).fits and rng.random() < 0.5:
                 decode.decode(sequence, 1)
         if len(running) > 2:
             decode.close(running.pop(0))

@@ -144,6 +144,12 @@ class Stepping(CacheBase):
             elif self.sparse:
                 live.delayed = True
                 self.model.publish(live, ended=False, surely=False)
+        if self.sparse and plan.decode is not None:
+            # Whoever joined the batch since may have tokens that became known since, and is published on the way.
+            for live in self.lives:
+                if live.sequence.batch is plan.decode and live not in flight.rows:
+                    live.delayed = True
+                    self.model.publish(live, ended=False, surely=False)
         for live in flight.rows:
             self._landed(live)
         self._compare_lengths()
