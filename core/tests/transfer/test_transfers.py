@@ -176,7 +176,7 @@ def test_random_traffic(mix, seed):
         for first in rng.integers(0, 60, 6)
     ]
     faults = [fault for fault in faults if fault.kind == "write" or fault.action != "fail"]
-    nodes = Nodes(mix, *faults, pages=60, capabilities=WEAK if seed == 1 else LOCAL)
+    nodes = Nodes(mix, *faults, pages=80, capabilities=WEAK if seed == 1 else LOCAL)
     prefill, decode = nodes.prefill, nodes.decode
     arrived, running, good = [], [], 0
     for number in range(25):
