@@ -113,8 +113,9 @@ class PartnerTests(TransportAuthor):
             stopped.stop()
             alive.call("start_no_more")
             if who == "receiver":
-                # It cannot know that nobody will ask for the rest.
+                # It cannot know that nobody will ask for the rest. What it sends is its own again all the same.
                 alive.call("give_up")
+                alive.until("all_ended", timeout_s=15)
             alive.until("all_decided", timeout_s=15)
             stopped.go_on()
             stopped.call("start_no_more")

@@ -217,8 +217,10 @@ class _Child:
         return all(each.outcome is not None for each in sessions)
 
     def all_ended(self) -> bool:
+        """Is nothing open, and has the transport confirmed that every grant is taken back? A request that is done does
+        not wait for that."""
         open_ = self.wanted or self.offers or self.outgoing or any(place.session for place in self.places)
-        return not open_
+        return not open_ and not self.transceiver._grants
 
     def start_no_more(self) -> None:
         """What is open goes on."""
@@ -258,8 +260,9 @@ class _Child:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/dev/shm"))
 
     def state(self) -> str:
-        left = (len(self.wanted), len(self.offers), len(self.outgoing), sum(p.session is not None for p in self.places))
-        return f"{self.transceiver.stats()}, wanted, to offer, sending, receiving: {left}, {self.problems}"
+        places = sum(place.session is not None for place in self.places)
+        left = (len(self.wanted), len(self.offers), len(self.outgoing), places, len(self.transceiver._grants))
+        return f"{self.transceiver.stats()}, wanted, to offer, sending, receiving, granted: {left}, {self.problems}"
 
     def close(self) -> None:
         self.transceiver.close()
