@@ -86,9 +86,7 @@ class PartnerTests(TransportAuthor):
     @pytest.mark.clause("TR-21")
     def test_a_peer_that_stalls(self) -> None:
         with self.world(Fault("hold", "write"), patience=Patience(request_s=60)) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            sender, receiver, _, incoming = world.transfer()
             world.run()
             sender.stalled = True
             world.wait(7)
@@ -195,9 +193,7 @@ class PartnerTests(TransportAuthor):
     @pytest.mark.clause("TR-38")
     def test_closing_waits_for_what_is_under_way(self) -> None:
         with self.world(Fault("hold", "write")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            sender, receiver, _, incoming = world.transfer()
             world.run()
             if receiver.transport.capabilities.grants:
                 with pytest.raises(TransferError):

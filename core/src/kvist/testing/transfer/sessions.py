@@ -47,8 +47,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-01")
     def test_pages_of_the_sender_stay_until_every_write_has_its_answer(self) -> None:
         with self.world(Fault("hold", "answer")) as world:
-            sender, receiver = world.pair()
-            outgoing, incoming = sender.offer(deadline_s=3), receiver.ask(sender)
+            sender, _, outgoing, incoming = world.transfer(offer_s=3)
             world.run()
             assert not outgoing.quiescent
             world.wait(4)
@@ -61,9 +60,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-02")
     def test_pages_of_the_receiver_stay_until_every_writer_is_settled(self) -> None:
         with self.world(Fault("hold", "write")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            _, receiver, _, incoming = world.transfer()
             world.run()
             receiver.transceiver.cancel(incoming)
             world.run()
@@ -78,9 +75,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-03")
     def test_a_cancel_before_publication_frees_at_once(self) -> None:
         with self.world(Fault("hold", "message")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            _, receiver, _, incoming = world.transfer()
             world.run()
             assert receiver.transceiver.cancel(incoming) is True
             self._reused(world, receiver)
@@ -90,8 +85,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 5])
     def test_a_cancel_that_races_with_publication(self, rounds: int) -> None:
         with self.world() as world:
-            sender, receiver = world.pair()
-            outgoing, incoming = sender.offer(), receiver.ask(sender)
+            sender, receiver, outgoing, incoming = world.transfer()
             for number in range(rounds):
                 (receiver, sender)[number % 2].transceiver.poll(0.01 if self.quiet_s else 0.0)
             receiver.transceiver.cancel(incoming)
@@ -132,9 +126,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-06")
     def test_cancel_says_when_pages_are_free(self) -> None:
         with self.world(Fault("hold", "write")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            _, receiver, _, incoming = world.transfer()
             world.run()
             assert receiver.transceiver.cancel(incoming) is False, "it is being written"
             assert receiver.transceiver.cancel(incoming) is False or self._fenced(receiver)
@@ -148,9 +140,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-07")
     def test_a_timeout_does_not_free_what_may_still_be_written(self) -> None:
         with self.world(Fault("hold", "write")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender, deadline_s=2)
+            _, receiver, _, incoming = world.transfer(ask_s=2)
             world.wait(3)
             assert incoming.outcome is not None and incoming.outcome.status is Status.TIMED_OUT
             assert incoming.quiescent is self._fenced(receiver)
@@ -162,8 +152,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-08")
     def test_late_success_changes_no_outcome(self) -> None:
         with self.world(Fault("late", "message", contains=EVIDENCE)) as world:
-            sender, receiver = world.pair()
-            outgoing, incoming = sender.offer(), receiver.ask(sender)
+            _, receiver, outgoing, incoming = world.transfer()
             world.run(lambda: outgoing.outcome is not None)
             receiver.transceiver.cancel(incoming)
             world.run()
@@ -175,9 +164,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-09")
     def test_evidence_that_is_lost_for_ever(self) -> None:
         with self.world(Fault("drop", "message", contains=EVIDENCE, count=10**6)) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender, deadline_s=2)
+            sender, receiver, _, incoming = world.transfer(ask_s=2)
             world.wait(3)
             assert incoming.outcome is not None and incoming.outcome.status is Status.TIMED_OUT
             assert incoming.quiescent is self._fenced(receiver)
@@ -230,8 +217,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-12")
     def test_nothing_is_done_before_the_answer(self) -> None:
         with self.world(Fault("hold", "answer")) as world:
-            sender, receiver = world.pair()
-            outgoing, incoming = sender.offer(payload=b"first"), receiver.ask(sender)
+            _, receiver, outgoing, incoming = world.transfer(payload=b"first")
             world.run()
             assert incoming.outcome is None and outgoing.outcome is None and incoming.byte_count == 0
             world.release()
@@ -295,8 +281,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-15")
     def test_a_write_that_cannot_be_posted(self) -> None:
         with self.world(Fault("fail", "write")) as world:
-            sender, receiver = world.pair()
-            outgoing, incoming = sender.offer(), receiver.ask(sender)
+            _, receiver, outgoing, incoming = world.transfer()
             world.run(lambda: incoming.quiescent and outgoing.quiescent)
             assert incoming.outcome is not None and "the transport refused to send it" in incoming.outcome.reason
             assert outgoing.outcome is not None and not outgoing.outcome.ok and receiver.untouched
@@ -315,9 +300,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-17")
     def test_evidence_of_an_older_attempt(self) -> None:
         with self.world(Fault("late", "message", contains=EVIDENCE)) as world:
-            sender, receiver = world.pair()
-            outgoing = sender.offer()
-            first = receiver.ask(sender)
+            _, receiver, outgoing, first = world.transfer()
             world.run(lambda: outgoing.outcome is not None)
             receiver.transceiver.cancel(first)
             world.run(lambda: first.quiescent)
@@ -332,9 +315,7 @@ class SessionTests(TransportAuthor):
     @pytest.mark.clause("TR-18")
     def test_evidence_does_not_overtake_what_it_is_about(self) -> None:
         with self.world(Fault("hold", "write")) as world:
-            sender, receiver = world.pair()
-            sender.offer()
-            incoming = receiver.ask(sender)
+            _, receiver, _, incoming = world.transfer()
             world.run()
             assert incoming.byte_count == 0 and incoming.outcome is None and receiver.untouched
             world.release()

@@ -155,6 +155,15 @@ class World:
         sender.rank.fill()
         return sender, receiver
 
+    def transfer(
+        self, *, payload: bytes = b"", offer_s: float | None = None, ask_s: float | None = None
+    ) -> tuple[Process, Process, Outgoing, Incoming]:
+        """A pair, and a request that the one offers and the other has asked for; nothing has happened yet. offer_s,
+        ask_s: their deadlines."""
+        sender, receiver = self.pair()
+        outgoing = sender.offer(payload=payload, deadline_s=offer_s)
+        return sender, receiver, outgoing, receiver.ask(sender, deadline_s=ask_s)
+
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Let everything happen that can without time passing, or until something is so."""
         began_s = quiet_since_s = time.monotonic()
