@@ -1,4 +1,4 @@
-"""The connections of a TCP transport, and the thread that owns them."""
+"""The connections of a TCP transport, and the thread that owns them. Where peers may write is in ``tcp_grants``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import msgspec
 from kvist.errors import TransferError
 from kvist.transfer import tcp_wire as wire
 from kvist.transfer.mailbox import Mailbox
+from kvist.transfer.tcp_grants import Grants
 from kvist.transfer.transport import (
     Closed,
     Connected,
@@ -31,7 +32,6 @@ from kvist.transfer.transport import (
     PeerDown,
     Region,
     Revoked,
-    covers,
 )
 
 #: Calls on one socket before the others get their turn.
@@ -61,7 +61,7 @@ class Connections:
         self._peer_ids = itertools.count()
         self._links: dict[int, wire.Link] = {}
         self._strangers: list[wire.Link] = []
-        self._grants: dict[int, wire.Grant] = {}
+        self._grants = Grants(memory)
         self._commands: deque[Callable[[], None]] = deque()
         self._ending = False
         self._bell, self._ring = os.pipe()
@@ -210,9 +210,7 @@ class Connections:
     # Sending.
 
     def message(self, peer: Peer, data: bytes) -> None:
-        self._queue(
-            self._links.get(peer.id), wire.FrameItem(wire.Header(wire.MESSAGE, byte_count=len(data)), memoryview(data))
-        )
+        self._queue(self._links.get(peer.id), wire.data_item(wire.MESSAGE, data))
 
     def write(self, peer: Peer, fragments: Fragments, grant: int, token: int) -> None:
         """Begin one."""
@@ -302,7 +300,7 @@ class Connections:
             if header.kind == wire.WRITE:
                 ranges = bytearray(header.count * wire.RANGE_BYTES)
                 yield wire.Run([memoryview(ranges)])
-                yield self._land(link, header, ranges)
+                yield self._grants.land(link, header, ranges)
                 self._answer(link, header.token)
                 continue
             body = bytearray(header.byte_count)
@@ -317,22 +315,6 @@ class Connections:
                 done = header.code == wire.DONE
                 self._mailbox.say(Done(header.token) if done else Failed(header.token, reason, in_doubt=doubt))
 
-    def _land(self, link: wire.Link, header: wire.Header, ranges: bytearray) -> wire.Run:
-        """Where the bytes of a write go: into memory, or nowhere."""
-        begins, byte_counts = wire.unpacked_ranges(ranges)
-        grant = self._grants.get(header.grant)
-        link.refused, link.doubt, link.landing = "", False, None
-        if grant is None or grant.link is not link:
-            link.refused = f"there is no grant {header.grant}"
-        elif grant.region.id != header.region or not covers(grant.begins, grant.ends, begins, byte_counts):
-            link.refused = f"the write goes beyond grant {header.grant}"
-        elif int(byte_counts.sum()) != header.byte_count:
-            raise TransferError("it sent a write whose ranges do not add up")
-        else:
-            link.landing = header.grant
-            return wire.Run(wire.parts_of(self.memory[header.region], begins, byte_counts))
-        return wire.discarded(header.byte_count)
-
     def _answer(self, link: wire.Link, token: int) -> None:
         code = (wire.DOUBTFUL if link.doubt else wire.REFUSED) if link.refused else wire.DONE
         reason = link.refused.encode()
@@ -344,15 +326,11 @@ class Connections:
         """Let the peer write there. ``begins`` ascend."""
         link = self._links.get(peer.id)
         if link is not None and not link.down:
-            self._grants[grant] = wire.Grant(link, region, begins, ends)
+            self._grants.give(link, grant, region, begins, ends)
 
     def revoke(self, grant: int) -> None:
-        """Let nobody write under it any more, not even the rest of a write that is coming in."""
-        given = self._grants.pop(grant, None)
-        if given is not None and given.link.landing == grant:
-            link = given.link
-            link.refused, link.doubt, link.landing = f"grant {grant} was revoked", True, None
-            link.run.discard()
+        """Let nobody write under it any more."""
+        self._grants.revoke(grant)
         self._mailbox.say(Revoked(grant))
 
     # Ends.
@@ -401,7 +379,7 @@ class Connections:
         link.socket.close()
         link.out.clear()
         link.waiting.clear()
-        self._grants = {number: grant for number, grant in self._grants.items() if grant.link is not link}
+        self._grants.forget(link)
         self.detach(link)
 
     def _unsent(self, link: wire.Link, reason: str) -> None:

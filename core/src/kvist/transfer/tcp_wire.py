@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kvist.errors import TransferError
-from kvist.transfer.transport import WIRE_VERSION, IncompatibleError, Int64Array, Peer, Region
+from kvist.transfer.transport import WIRE_VERSION, IncompatibleError, Int64Array, Peer
 
 # Kinds of frames. A write has ranges, the others none; what follows is its bytes, a reason, or data.
 HELLO, WRITE, ANSWER, MESSAGE = range(1, 5)
@@ -214,16 +214,6 @@ class FrameItem:
 def data_item(kind: int, data: bytes) -> FrameItem:
     """A frame that is nothing but data."""
     return FrameItem(Header(kind, byte_count=len(data)), memoryview(data))
-
-
-@attrs.frozen(eq=False)
-class Grant:
-    """Ranges of a region that one peer may write to."""
-
-    link: Link
-    region: Region
-    begins: Int64Array
-    ends: Int64Array
 
 
 @attrs.define(eq=False)
