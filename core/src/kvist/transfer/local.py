@@ -26,7 +26,9 @@ from kvist.transfer.transport import (
     TransportContext,
     covers,
     host_bytes,
+    require_answered,
     require_inside,
+    require_short,
 )
 
 #: Everything a transport can promise. Tests also run it with less.
@@ -164,11 +166,7 @@ class LocalTransport:
             self.network.send(link, Operation("write", fragments=fragments, grant=grant, token=token))
 
     def message(self, peer: Peer, data: bytes) -> None:
-        if len(data) > self.capabilities.max_message_bytes:
-            raise TransferError(
-                f"a message of {len(data)} bytes; {self.capabilities.max_message_bytes} are the most",
-                hint="split it",
-            )
+        require_short(data, self.capabilities)
         with self.network.changed:
             link = self.links.get(peer.id)
             if link is not None and not link.down:
@@ -197,11 +195,7 @@ class LocalTransport:
 
     def close(self) -> None:
         with self.network.changed:
-            unanswered = sum(len(link.unanswered) for link in self.links.values())
-            if unanswered:
-                raise TransferError(
-                    f"close() while {unanswered} write(s) have no answer", hint="disconnect() their peers first"
-                )
+            require_answered(sum(len(link.unanswered) for link in self.links.values()))
             if not self._closed:
                 self._closed = True
                 for link in list(self.links.values()):

@@ -26,7 +26,9 @@ from kvist.transfer.transport import (
     Region,
     TransportContext,
     host_bytes,
+    require_answered,
     require_inside,
+    require_short,
 )
 
 TCP = Capabilities(
@@ -100,11 +102,7 @@ class TcpTransport:
 
     def message(self, peer: Peer, data: bytes) -> None:
         self._require_own()
-        if len(data) > self.capabilities.max_message_bytes:
-            raise TransferError(
-                f"a message of {len(data)} bytes; {self.capabilities.max_message_bytes} are the most",
-                hint="split it",
-            )
+        require_short(data, self.capabilities)
         self._io.tell(lambda: self._io.message(peer, data))
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -121,11 +119,7 @@ class TcpTransport:
     def close(self) -> None:
         if self._closed:
             return
-        if self._mailbox.unanswered:
-            raise TransferError(
-                f"close() while {self._mailbox.unanswered} write(s) have no answer",
-                hint="disconnect() their peers first",
-            )
+        require_answered(self._mailbox.unanswered)
         self._closed = True
         self._io.close()
         self._memory.clear()

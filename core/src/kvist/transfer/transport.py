@@ -262,6 +262,20 @@ def require_inside(fragments: Fragments, region: Region) -> None:
         )
 
 
+def require_short(data: bytes, capabilities: Capabilities) -> None:
+    """Raise TransferError unless a message may be so long."""
+    if len(data) > capabilities.max_message_bytes:
+        raise TransferError(
+            f"a message of {len(data)} bytes; {capabilities.max_message_bytes} are the most", hint="split it"
+        )
+
+
+def require_answered(count: int) -> None:
+    """For ``close``: raise TransferError while ``count`` writes have no answer."""
+    if count:
+        raise TransferError(f"close() while {count} write(s) have no answer", hint="disconnect() their peers first")
+
+
 def covers(begins: Int64Array, ends: Int64Array, destinations: Int64Array, byte_counts: Int64Array) -> bool:
     """Does every run of bytes lie in one of these ranges, which ascend and are disjoint? Takes any numbers, as they
     come from a peer."""

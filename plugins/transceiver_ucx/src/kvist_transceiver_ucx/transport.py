@@ -22,7 +22,9 @@ from kvist.transfer.transport import (
     Region,
     TransportContext,
     host_bytes,
+    require_answered,
     require_inside,
+    require_short,
 )
 from kvist_transceiver_ucx import wire
 from kvist_transceiver_ucx.book import Book
@@ -166,11 +168,7 @@ class UcxTransport:
             self._progress.submit(lambda: self._progress.push(connection, write))
 
     def message(self, peer: Peer, data: bytes) -> None:
-        if len(data) > self.capabilities.max_message_bytes:
-            raise TransferError(
-                f"a message of {len(data)} bytes; {self.capabilities.max_message_bytes} are the most",
-                hint="split it",
-            )
+        require_short(data, self.capabilities)
         with self._book.changed:
             connection = self._book.of(peer)
             if connection is not None and not connection.ended and not connection.leaving:
@@ -197,11 +195,7 @@ class UcxTransport:
 
     def close(self) -> None:
         with self._book.changed:
-            if self._unanswered:
-                raise TransferError(
-                    f"close() while {len(self._unanswered)} write(s) have no answer",
-                    hint="disconnect() their peers first",
-                )
+            require_answered(len(self._unanswered))
             if self._closed:
                 return
             self._closed = True
