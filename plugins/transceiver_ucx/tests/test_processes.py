@@ -275,6 +275,17 @@ def test_another_incarnation_is_not_mistaken():
         end.transport.close()
 
 
+def test_a_closed_transport_takes_nothing():
+    end, other = End("here", {}, SIZE), End("other", {}, SIZE)
+    hello = other.transport.hello()
+    end.transport.close()
+    for use in (lambda: end.transport.allocate(8), end.transport.hello, lambda: end.transport.connect(hello)):
+        with pytest.raises(TransferError) as error:
+            use()
+        assert error.value.message == "the ucx transport of 'here' is closed"
+    other.transport.close()
+
+
 def test_nothing_is_left_behind():
     def held() -> tuple[int, int]:
         import threading

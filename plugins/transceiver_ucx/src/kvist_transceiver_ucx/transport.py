@@ -105,6 +105,7 @@ class UcxTransport:
                 hint=f"it takes {', '.join(sorted(self.capabilities.devices))}",
             )
         with self._book.changed:
+            self._require_open()
             if self._hello is not None:
                 raise TransferError("memory was registered after hello()", hint="register everything before")
             memory = self._context.map(address, byte_count, device)
@@ -115,6 +116,7 @@ class UcxTransport:
 
     def hello(self) -> bytes:
         with self._book.changed:
+            self._require_open()
             if self._hello is None:
                 regions = [
                     wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key())
@@ -207,6 +209,11 @@ class UcxTransport:
             self._events += events
             self._unanswered.difference_update(each.token for each in events if isinstance(each, Done | Failed))
             self._book.changed.notify_all()
+
+    def _require_open(self) -> None:
+        """What has been given back to UCX must not be used again."""
+        if self._closed:
+            raise TransferError(f"the ucx transport of {self.name!r} is closed")
 
     def _unshared(self, fragments: Fragments, hello: wire.Hello) -> str:
         """Why memory that the peer registered must not be written; empty if it may.
