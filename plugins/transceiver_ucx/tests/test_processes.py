@@ -215,8 +215,13 @@ def test_registered_memory_of_a_peer_is_not_written_over_shared_memory():
 
 
 # Over TCP, UCX 1.22 aborts the process whose memory is written when the writer is killed meanwhile; the README says so.
-@pytest.mark.parametrize("quick", [""], indirect=True, ids=["default"])
-def test_a_writer_that_is_killed_writes_nothing_after_it_is_down(quick):
+@pytest.mark.parametrize(
+    ("quick", "way"),
+    [("", "killed"), ("", "disconnects"), ("tcp", "disconnects")],
+    indirect=["quick"],
+    ids=["default-killed", "default-disconnects", "tcp-disconnects"],
+)
+def test_a_writer_writes_nothing_after_it_is_down(quick, way):
     size = 32 << 20
     end = End("here", quick, size)
     with OtherProcess(quick, size) as other:
@@ -225,12 +230,33 @@ def test_a_writer_that_is_killed_writes_nothing_after_it_is_down(quick):
         whole = fragments([(0, 0, size)])
         for token in range(20):
             other.call("write", back, whole, token)
-        other.signal(signal.SIGKILL)
+        if way == "killed":
+            other.signal(signal.SIGKILL)
+        else:
+            other.call("disconnect", back)
         end.first(PeerDown, limit_s=5.0)
         for memory in end.memory:
             memory[:] = 0xEE
         end.seen += end.transport.poll(0.3)
         assert all((memory == 0xEE).all() for memory in end.memory)
+        closed(end)
+
+
+@pytest.mark.slow
+@both
+def test_a_stopped_peer_is_not_reported(quick):
+    end = End("here", quick, SIZE)
+    with OtherProcess(quick, SIZE) as other:
+        peer = end.transport.connect(other.hello)
+        end.first(Connected)
+        other.signal(signal.SIGSTOP)
+        until_s = time.monotonic() + 6.0  # Of UCX's keepalive, three rounds.
+        while time.monotonic() < until_s:
+            end.seen += end.transport.poll(0.1)
+        assert not end.all(PeerDown)
+        other.signal(signal.SIGCONT)
+        end.transport.write(peer, fragments([(0, 0, 8)]), 0, 1)
+        assert end.answer(1) == Done(1)
         closed(end)
 
 
