@@ -312,6 +312,19 @@ def test_a_closed_transport_takes_nothing():
     other.transport.close()
 
 
+def test_a_defect_of_the_thread_reaches_whoever_polls():
+    end = End("here", {}, SIZE)
+
+    def defect() -> None:
+        raise ZeroDivisionError("a defect")
+
+    end.transport._progress.submit(defect)
+    with pytest.raises(TransferError) as error:
+        end.until(lambda: False)
+    assert error.value.message == "the transport has stopped: ZeroDivisionError: a defect"
+    end.transport.close()
+
+
 def test_nothing_is_left_behind():
     def held() -> tuple[int, int]:
         import threading

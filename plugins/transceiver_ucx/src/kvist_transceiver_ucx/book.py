@@ -13,17 +13,17 @@ from kvist_transceiver_ucx.wire import Hello
 
 
 class Book:
-    """Guarded by ``changed``, which is notified of events too."""
+    """Guarded by ``lock``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
         self._ids = itertools.count()
         self._connections: dict[int, Connection] = {}
 
     def enter(self, hello: Hello, there: int = 0) -> Connection:
         """A new connection. Its key cannot be guessed, nor be mistaken for one of an earlier incarnation."""
-        with self.changed:
+        with self.lock:
             peer = Peer(next(self._ids), hello.identity, hello.name)
             connection = Connection(peer, secrets.randbits(63) + 1, hello, there)
             self._connections[peer.id] = connection
@@ -31,7 +31,7 @@ class Book:
 
     def live(self, identity: str) -> Connection | None:
         """The connection to this incarnation that has not ended."""
-        with self.changed:
+        with self.lock:
             for connection in self._connections.values():
                 if connection.peer.identity == identity and not connection.ended and not connection.leaving:
                     return connection
@@ -39,11 +39,11 @@ class Book:
 
     def all(self, identity: str) -> list[Connection]:
         """Connections to this incarnation that we know to be open there, or that have been."""
-        with self.changed:
+        with self.lock:
             return [each for each in self._connections.values() if each.peer.identity == identity and each.there]
 
     def of(self, peer: Peer) -> Connection | None:
-        with self.changed:
+        with self.lock:
             return self._connections.get(peer.id)
 
     def by_key(self, key: int) -> Connection | None:
@@ -56,12 +56,12 @@ class Book:
 
     def watching(self, descriptor: int) -> list[Connection]:
         """Connections to the process that this descriptor stands for."""
-        with self.changed:
+        with self.lock:
             return [each for each in self._connections.values() if each.process == descriptor]
 
     def end(self, connection: Connection, reason: str) -> bool:
         """Nothing goes over it any more. Returns whether that was so already."""
-        with self.changed:
+        with self.lock:
             was = connection.ended
             if not was:
                 connection.ended, connection.reason = True, reason
@@ -69,17 +69,17 @@ class Book:
 
     def forget(self, connection: Connection) -> int | None:
         """Returns the descriptor of its process, if there is one to close."""
-        with self.changed:
+        with self.lock:
             found = self._connections.pop(connection.peer.id, None)
             return None if found is None else found.process
 
     def clear(self) -> list[int]:
         """Forget all; returns the descriptors to close."""
-        with self.changed:
+        with self.lock:
             left = [each.process for each in self._connections.values() if each.process is not None]
             self._connections.clear()
             return left
 
     def _find(self, which: Callable[[Connection], bool]) -> Connection | None:
-        with self.changed:
+        with self.lock:
             return next((each for each in self._connections.values() if which(each)), None)

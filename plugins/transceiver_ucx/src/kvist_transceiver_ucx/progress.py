@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvist.transfer.mailbox import Mailbox
 from kvist.transfer.transport import Closed, Connected, Done, Event, Failed, IncompatibleError, Message, PeerDown
 from kvist_transceiver_ucx import wire
 from kvist_transceiver_ucx.book import Book
@@ -38,11 +39,11 @@ _REMEMBERED = 1024
 class Progress:
     """Moves everything on. Other threads only :meth:`submit`.
 
-    book: connections, shared with the transport. emit: takes events, from this thread.
+    book: connections, shared with the transport. mailbox: for events, and for what ends the thread.
     """
 
-    def __init__(self, context: Context, book: Book, emit: Callable[[list[Event]], None]) -> None:
-        self._context, self._book, self._emit = context, book, emit
+    def __init__(self, context: Context, book: Book, mailbox: Mailbox) -> None:
+        self._context, self._book, self._mailbox = context, book, mailbox
         self._commands: deque[Callable[[], None]] = deque()
         self._arrivals: deque[tuple[bytes, bytes]] = deque()
         self._worker = Worker(context, lambda packed, data: self._arrivals.append((packed, data)))
@@ -109,6 +110,12 @@ class Progress:
     # The loop.
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # Kept for whoever polls: a thread has nobody to raise it to.
+            self._mailbox.broke(error)
+
+    def _loop(self) -> None:
         until_s, looked_s = float("inf"), 0.0
         while True:
             moved = self._progressed()
@@ -121,8 +128,8 @@ class Progress:
             if moved:
                 self._idle_s = None
             if self._events:
-                events, self._events = self._events, []
-                self._emit(events)
+                self._mailbox.say(*self._events)
+                self._events.clear()
             if self._stopping:
                 until_s = min(until_s, now_s + _CLOSE_S)
                 quiet = all(leave.sent or leave.connection.dead for leave in self._leaving)
@@ -215,8 +222,8 @@ class Progress:
             connection.shut()
 
     def _advance(self, now_s: float) -> bool:
-        more, answers = False, []
-        answers_of: list[Done | Failed] = answers
+        more = False
+        answers: list[Done | Failed] = []
         for connection in list(self._live):
             if not connection.ended and connection.endpoint is not None:
                 if connection.dead and (connection.endpoint.failure or not connection.open):
@@ -229,17 +236,17 @@ class Progress:
                     self._end(connection, f"the connection broke: {why}")
                 else:
                     try:
-                        more |= connection.advance(answers_of)
+                        more |= connection.advance(answers)
                     except UcxError as error:
                         self._end(connection, error.message)
-            if connection.ended and connection.drained(answers_of):
+            if connection.ended and connection.drained(answers):
                 self._live.remove(connection)
-                self._events += answers_of
-                answers_of.clear()
+                self._events += answers
+                answers.clear()
                 if not connection.dead and not connection.released:
                     self._leaving.append(Leave.begin(self._worker, connection, now_s))
                 self._ended(connection)
-        self._events += answers_of
+        self._events += answers
         for leave in list(self._leaving):
             over = leave.advance(now_s)
             if leave.refused and not leave.connection.released:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import TransferError
+from kvist.transfer.mailbox import Mailbox
 from kvist.transfer.transport import (
     WIRE_VERSION,
     Capabilities,
-    Done,
     Event,
     Failed,
     Fragments,
@@ -78,12 +78,11 @@ class UcxTransport:
         self.capabilities = attrs.evolve(CAPABILITIES, devices=self._context.devices())
         self._memories: list[Memory] = []
         self._regions: list[Region] = []
-        self._events: list[Event] = []
-        self._unanswered: set[int] = set()
         self._hello: bytes | None = None
-        self._woken = self._closed = False
+        self._closed = False
+        self._mailbox = Mailbox()
         self._book = Book(self.name)
-        self._progress = Progress(self._context, self._book, self._emit)
+        self._progress = Progress(self._context, self._book, self._mailbox)
         self._place, self._shares_memory = here(), self._may_share_memory()
 
     def allocate(self, byte_count: int, device: str = "cpu") -> Region:
@@ -104,7 +103,7 @@ class UcxTransport:
                 f"this UCX cannot register memory on {device!r}",
                 hint=f"it takes {', '.join(sorted(self.capabilities.devices))}",
             )
-        with self._book.changed:
+        with self._book.lock:
             self._require_open()
             if self._hello is not None:
                 raise TransferError("memory was registered after hello()", hint="register everything before")
@@ -115,7 +114,7 @@ class UcxTransport:
             return region
 
     def hello(self) -> bytes:
-        with self._book.changed:
+        with self._book.lock:
             self._require_open()
             if self._hello is None:
                 regions = [
@@ -140,7 +139,7 @@ class UcxTransport:
         self.hello()  # The peer gets ours with the greeting.
         version = self._context.library.version
         told = wire.read_hello(hello, version, self._place, shares_memory=self._shares_memory)
-        with self._book.changed:
+        with self._book.lock:
             connection = self._book.live(told.identity)
             if connection is None:
                 connection = self._book.enter(told)
@@ -156,59 +155,47 @@ class UcxTransport:
 
     def write(self, peer: Peer, fragments: Fragments, grant: int, token: int) -> None:
         require_inside(fragments, self._regions[fragments.source_region])
-        with self._book.changed:
+        with self._book.lock:
             connection = self._book.of(peer)
             if connection is None or connection.ended or connection.leaving:
-                self._emit([Failed(token, f"{peer} is gone", in_doubt=False)])
+                self._mailbox.say(Failed(token, f"{peer} is gone", in_doubt=False))
                 return
             refusal = _beyond(fragments, connection.hello) or self._unshared(fragments, connection.hello)
             if refusal:
-                self._emit([Failed(token, refusal, in_doubt=False)])
+                self._mailbox.say(Failed(token, refusal, in_doubt=False))
                 return
-            self._unanswered.add(token)
+            self._mailbox.expect(token)
             write = Write(token, fragments, self._memories[fragments.source_region])
             self._progress.submit(lambda: self._progress.push(connection, write))
 
     def message(self, peer: Peer, data: bytes) -> None:
         require_short(data, self.capabilities)
-        with self._book.changed:
+        with self._book.lock:
             connection = self._book.of(peer)
             if connection is not None and not connection.ended and not connection.leaving:
                 self._progress.submit(lambda: self._progress.push(connection, data))
 
     def poll(self, timeout_s: float) -> list[Event]:
-        with self._book.changed:
-            self._book.changed.wait_for(lambda: self._events or self._woken, timeout_s)
-            self._woken = False
-            events, self._events = self._events, []
-            return events
+        return self._mailbox.poll(timeout_s)
 
     def wake(self) -> None:
-        with self._book.changed:
-            self._woken = True
-            self._book.changed.notify_all()
+        self._mailbox.wake()
 
     def disconnect(self, peer: Peer) -> None:
-        with self._book.changed:
+        with self._book.lock:
             connection = self._book.of(peer)
             if connection is not None and not connection.leaving:
                 connection.leaving = True
                 self._progress.submit(lambda: self._progress.leave(connection))
 
     def close(self) -> None:
-        with self._book.changed:
-            require_answered(len(self._unanswered))
+        with self._book.lock:
+            require_answered(self._mailbox.unanswered)
             if self._closed:
                 return
             self._closed = True
         self._progress.stop()
         self._context.close()
-
-    def _emit(self, events: list[Event]) -> None:
-        with self._book.changed:
-            self._events += events
-            self._unanswered.difference_update(each.token for each in events if isinstance(each, Done | Failed))
-            self._book.changed.notify_all()
 
     def _require_open(self) -> None:
         """What has been given back to UCX must not be used again."""
