@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from everybody import Everybody
 from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 
@@ -98,7 +99,8 @@ def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
 
 def test_pauses_and_evictions(model, asked):
     """Room for little more than one request."""
-    with poisoned(Engine(model, memory="170KiB", block_tokens=4, max_batch_tokens=16, max_sequences=4)) as engine:
+    sizes = {"memory": "170KiB", "block_tokens": 4, "max_batch_tokens": 16, "max_sequences": 4}
+    with poisoned(Engine(model, **sizes, admission=Everybody())) as engine:
         done = engine.generate([Request(prompt, max_new_tokens=12) for prompt, _ in asked])
         assert [each.tokens.tolist() for each in done] == [expected for _, expected in asked]
         assert engine.stats.pauses > 0 or sum(group.evicted for group in engine.manager.stats().groups) > 0

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from everybody import Everybody
 from hybrid_drive import TOLERANCE, WatchedEngine, room
 from hybrid_models import FAMILIES, SOME, hybrid_model, relative_error, tokens
 from transformers import DynamicCache
@@ -64,7 +65,7 @@ def test_restore_points_of_the_caller(model_type):
 def test_pauses_for_want_of_memory(model_type):
     """Room for about two requests: running ones lose their pages and are computed again."""
     prompts = [tokens(12 + 5 * seed, seed) for seed in range(4)]
-    with WatchedEngine(model_type, memory=room(model_type, 80, 2)) as engine:
+    with WatchedEngine(model_type, memory=room(model_type, 80, 2), admission=Everybody()) as engine:
         engine.run([Request(prompt, max_new_tokens=12) for prompt in prompts])
         assert engine.stats.pauses > 0
         assert engine.manager.stats().open_sequences == 0
@@ -106,7 +107,7 @@ def test_a_paused_request_finds_what_it_generated(model_type):
         handle = engine.submit(request)
         while len(handle.tokens) < 24:
             engine.step()
-        engine._pause(engine._scheduler.youngest())
+        engine.scheduler.pause(engine.scheduler.decoding[-1])
         while not engine.idle:
             engine.step()
         completion = handle.completion()

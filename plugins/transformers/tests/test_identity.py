@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from everybody import Everybody
 
 from kvist.layout import Layout
 from kvist.restore import RestorePolicy
@@ -87,7 +88,7 @@ def test_eviction_and_pauses_under_pressure(model_type, backend, tiny, greedy, e
     memory = memory_for(
         2 * longest if model_type == "llama" else longest, decoder_spec(model.config.to_dict(), block_tokens=4)
     )
-    engine = engines(model, backend=backend, block_tokens=4, memory=memory)
+    engine = engines(model, backend=backend, block_tokens=4, memory=memory, admission=Everybody())
     handles = run(engine, [Request(prompt, max_new_tokens=24) for prompt in asked], np.random.default_rng(0))
     assert [handle.tokens.tolist() for handle in handles] == expected
     stats = engine.manager.stats()

@@ -1,0 +1,24 @@
+"""Which requests run next: continuous batching, admission, and who gives way when memory is short."""
+
+from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd, Room, Watermark
+from kvist.scheduling.job import Job, State
+from kvist.scheduling.joint import Companion, JointPlan
+from kvist.scheduling.scheduler import Scheduler
+from kvist.scheduling.turn import Chunk, SchedulerStats, Turn
+from kvist.scheduling.waits import Wait
+
+__all__ = [
+    "AdmissionPolicy",
+    "Chunk",
+    "Companion",
+    "Job",
+    "JointPlan",
+    "ReserveToEnd",
+    "Room",
+    "Scheduler",
+    "SchedulerStats",
+    "State",
+    "Turn",
+    "Wait",
+    "Watermark",
+]
