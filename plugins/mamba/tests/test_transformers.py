@@ -63,11 +63,12 @@ def test_restore_points_of_the_caller(model_type):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_pauses_for_want_of_memory(model_type):
-    """Room for about two requests: running ones lose their pages and are computed again."""
+    """Room for the tokens of about two requests: running ones lose their pages and are computed again."""
     prompts = [tokens(12 + 5 * seed, seed) for seed in range(4)]
-    with WatchedEngine(model_type, memory=room(model_type, 80, 2), admission=Everybody()) as engine:
-        engine.run([Request(prompt, max_new_tokens=12) for prompt in prompts])
-        assert engine.stats.pauses > 0
+    with WatchedEngine(model_type, memory=room(model_type, 80, 3), admission=Everybody()) as engine:
+        engine.run([Request(prompt, max_new_tokens=30) for prompt in prompts])
+        # What has states only never grows, so nobody who runs is in anybody's way.
+        assert (engine.stats.pauses > 0) == any(not group.exact for group in engine.layout.groups)
         assert engine.manager.stats().open_sequences == 0
 
 
