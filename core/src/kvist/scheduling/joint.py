@@ -56,8 +56,8 @@ class JointPlan:
         return all(plan.fits for plan in self.plans)
 
     def commit(self) -> tuple[Step, ...]:
-        """One step per manager. Raises what ``Plan.commit`` raises; no manager has a step then, and where a plan did not
-        fit nothing has changed."""
+        """One step per manager. Raises what ``Plan.commit`` raises; no manager has a step then, and nothing has changed
+        where the reason is that a plan does not fit."""
         steps: list[Step] = []
         try:
             # What does not fit first: it raises.
