@@ -179,8 +179,8 @@ def test_sd_07_waiting_for_copies_is_no_deadlock() -> None:
     engine.drained()
 
 
-def test_sd_10_budgets_of_tokens_and_rows_are_kept() -> None:
-    """sd-10: in every turn, with chunks that end where states are kept."""
+def test_budgets_of_tokens_and_rows_are_kept() -> None:
+    """sd-09: in every turn, with chunks that end where states are kept."""
     engine = ModelFree(80, History(), StateRetention(), max_batch_tokens=10, max_sequences=3)
     jobs = [engine.submit(range(100 * n, 100 * n + 5 + 3 * n), new=6) for n in range(8)]
     while not engine.scheduler.idle:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 from everybody import Everybody
-from model_free import Asked, ModelFree
+from model_free import ModelFree
 
 from kvist.batch import DecodeBatch
 from kvist.errors import CapacityError, StateError
@@ -16,20 +16,7 @@ from kvist.scheduling import Job, JointPlan, State
 from kvist.sequence import Sequence as CacheSequence
 from kvist.spec import History, Window
 from kvist.spec import State as StateRetention
-from kvist.testing.values import fold, make_layout, make_spec, tokens
-
-
-def write(engine: ModelFree, job: Asked) -> None:
-    """Another process writes the rows that a landing lacks."""
-    assert job.landing is not None
-    truth = fold(job.tokens[: job.landing.length], job.scope)
-    for group, pages in zip(engine.manager.layout.groups, job.landing.pages):
-        assert not group.exact
-        for block, page in enumerate(pages.tolist()):
-            if page >= 0:
-                rows = truth[4 * block : 4 * block + 4]
-                engine.values.pages[group.index][page, : len(rows)] = rows
-
+from kvist.testing.values import make_layout, make_spec, tokens
 
 # ---------------------------------------------------------------------- landings
 
@@ -40,13 +27,12 @@ def test_a_request_begins_from_rows_of_another_process(mix: tuple) -> None:
     other = engine.submit(range(500, 506), new=12)
     job = engine.submit(range(21), new=5, remote_tokens=20)
     engine.step()
-    assert job.state is State.ARRIVING and list(engine.scheduler.arriving) == [job]
+    assert job.state is State.ARRIVING
     assert [str(wait) for wait in engine.scheduler.waits()] == ["request 1 waits for its rows from another process"]
     for _ in range(4):
         # It holds nobody up.
         assert engine.step() is not None
-    write(engine, job)
-    engine.scheduler.landed(job)
+    engine.wire.arrive(job)
     engine.drain()
     assert (job.reused_tokens, job.computed_tokens) == (0, 1)
     engine.check_outputs([other, job])
@@ -57,12 +43,12 @@ def test_rows_that_do_not_come_are_computed() -> None:
     engine = ModelFree(40, History())
     job = engine.submit(range(21), new=5, remote_tokens=20)
     assert engine.step() is None
-    hold = engine.scheduler.lost(job)
+    engine.wire.lose(job)
     assert engine.manager.stats().groups[0].held == 5
     engine.drain()
     # Nobody may have these pages as long as somebody might write to them.
     assert engine.manager.stats().groups[0].held == 5
-    hold.release()
+    engine.wire.release()
     assert job.computed_tokens == 21
     engine.check_outputs([job])
     engine.drained()
@@ -73,9 +59,8 @@ def test_an_arriving_request_can_be_ended() -> None:
     job = engine.submit(range(21), new=5, remote_tokens=20)
     engine.step()
     engine.finish(job)
-    assert job.hold is not None and not job.hold.released
-    assert engine.scheduler.idle
-    job.hold.release()
+    assert engine.scheduler.idle and engine.wire.open == 1
+    engine.wire.release()
     engine.drained()
 
 
@@ -89,8 +74,7 @@ def test_a_landing_waits_for_room_like_everybody() -> None:
         assert job.state in (State.WAITING, State.DONE) or running.state is State.DONE
     engine.step()
     assert job.state is State.ARRIVING
-    write(engine, job)
-    engine.scheduler.landed(job)
+    engine.wire.arrive(job)
     engine.drain()
     engine.check_outputs([running, job])
     engine.drained()
@@ -103,31 +87,37 @@ def test_two_schedulers_hand_a_request_over() -> None:
     while leaving.state is not State.DECODE:
         here.step()
     first = leaving.output[0]
-    hold = here.scheduler.hand_over(leaving)
-    assert hold.length == 19
+    hold = here.wire.send(leaving)
+    assert leaving.state is State.DONE and hold.length == 19
     job = there.submit(range(19), first, new=6, remote_tokens=19)
     there.step()
-    assert job.landing is not None
-    (pages,) = job.landing.pages
+    landing = there.wire.landings.pop(job)
+    (pages,) = landing.pages
     for block, page in enumerate(pages.tolist()):
         there.values.pages[0][page] = here.values.pages[0][hold.pages[0][block]]
-    hold.release()
-    there.scheduler.landed(job)
+    here.wire.release()
+    there.scheduler.landed(job, there.manager.landed(landing))
     there.drain()
     there.check_outputs([job])
     here.drained()
     there.drained()
 
 
-def test_only_a_computed_prompt_can_be_handed_over() -> None:
+def test_only_a_computed_prompt_can_leave_and_only_an_arriving_one_land() -> None:
     engine = ModelFree(20, History())
     job = engine.submit(range(19))
     engine.step()
     with pytest.raises(StateError) as caught:
-        engine.scheduler.hand_over(job)
-    assert str(caught.value) == (
-        "hand_over() of request 0, which is prefill\nhint: hand it over when its prompt is computed"
-    )
+        engine.scheduler.detach(job)
+    assert str(caught.value) == ("detach() of request 0, which is prefill\nhint: detach it when its prompt is computed")
+    with pytest.raises(StateError, match=r"^lost\(\) of request 0, which is prefill$"):
+        engine.scheduler.lost(job)
+    assert job.sequence is not None
+    with pytest.raises(StateError, match=r"^landed\(\) of request 0, which is prefill$"):
+        engine.scheduler.landed(job, job.sequence)
+    nobody = ModelFree(20, History(), remote=None)
+    with pytest.raises(StateError, match=r"^a job with remote_tokens needs a scheduler with a remote$"):
+        nobody.submit(range(9), remote_tokens=8)
     engine.drain()
 
 

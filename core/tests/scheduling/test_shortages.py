@@ -289,14 +289,13 @@ def test_a_hold_that_will_be_released_is_no_deadlock() -> None:
     engine = ModelFree(6, History(), max_batch_tokens=16)
     leaving = engine.submit(range(12), new=8)
     engine.step()
-    hold = engine.scheduler.hand_over(leaving)
-    assert leaving.state is State.DONE and hold.length == 12
+    assert engine.wire.send(leaving).length == 12
     staying = engine.submit(range(100, 112), new=8)
     for _ in range(8):
         engine.step()
     assert staying.state is State.DECODE and len(staying.output) == 1
     assert [wait.ends for wait in engine.scheduler.waits()] == [True]
-    hold.release()
+    engine.wire.release()
     engine.drain()
     engine.check_outputs([staying])
     engine.drained()

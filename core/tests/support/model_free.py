@@ -7,18 +7,19 @@ output says whether its whole past was right.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
+from kvist.handover import Hold, Landing
 from kvist.manager import PagedCacheManager
 from kvist.memory.copier import ManualCopier
 from kvist.scheduling import Job, Scheduler, State, Turn
 from kvist.spec import Retention, Scope
 from kvist.testing.tier_values import Cache
-from kvist.testing.values import Values, make_layout, make_spec
+from kvist.testing.values import Values, fold, make_layout, make_spec
 from kvist.testing.values import tokens as as_tokens
 
 P = 4
@@ -83,11 +84,14 @@ class ModelFree:
             self.manager.shuffle_free_pages(np.random.default_rng(seed))
         self.copies_run = copies_run
         self.step_s = step_s
-        options = {"max_batch_tokens": 8, "max_sequences": 4} | options
+        self.wire = Wire(self)
+        options = {"remote": self.wire, "max_batch_tokens": 8, "max_sequences": 4} | options
         self.scheduler: Scheduler[Asked] = Scheduler(
             self.manager, generated=lambda job: np.array(job.output, np.int32), clock=self.clock, **options
         )
         self.ended: list[Asked] = []
+        #: Called when a turn is made and nothing of it has run.
+        self.on_turn: Callable[[], None] = lambda: None
         #: What happened, for comparing two runs: (turn, jobs of its rows, tokens of them).
         self.log: list[tuple[object, ...]] = []
 
@@ -99,6 +103,7 @@ class ModelFree:
     def step(self) -> Turn[Asked] | None:
         """One turn, with everything checked. ``None`` when nothing could be computed."""
         turn = self.scheduler.turn()
+        self.on_turn()
         for job in self.scheduler.take_refused():
             self.ended.append(job)
         self.clock.now += self.step_s
@@ -170,6 +175,50 @@ class ModelFree:
         assert stats.open_sequences == 0
         assert [group.held for group in stats.groups] == [0] * len(stats.groups)
         self.manager.check()
+
+
+class Wire:
+    """Plays the other process: rows that a landing lacks come when :meth:`arrive` is called. ``holds``: of what was
+    given up, and of what was sent; whoever reads or writes there lets go by ``release``."""
+
+    def __init__(self, engine: ModelFree) -> None:
+        self.engine = engine
+        self.landings: dict[Asked, Landing] = {}
+        self.holds: list[Hold] = []
+
+    @property
+    def open(self) -> int:
+        return len(self.landings) + len(self.holds)
+
+    def receive(self, job: Asked) -> None:
+        self.landings[job] = self.engine.manager.land(job.tokens, job.scope, length=job.remote_tokens)
+
+    def cancel(self, job: Asked) -> None:
+        self.holds.append(self.engine.manager.give_up(self.landings.pop(job)))
+
+    def arrive(self, job: Asked) -> None:
+        landing = self.landings.pop(job)
+        truth, size = fold(job.tokens[: landing.length], job.scope), self.engine.manager.layout.block_tokens
+        for group, pages in zip(self.engine.manager.layout.groups, landing.pages):
+            assert not group.exact
+            for block, page in enumerate(pages.tolist()):
+                if page >= 0:
+                    rows = truth[block * size :][: self.engine.values.pages[group.index].shape[1]]
+                    self.engine.values.pages[group.index][page, : len(rows)] = rows
+        self.engine.scheduler.landed(job, self.engine.manager.landed(landing))
+
+    def lose(self, job: Asked) -> None:
+        self.cancel(job)
+        self.engine.scheduler.lost(job)
+
+    def send(self, job: Asked) -> Hold:
+        hold = self.engine.manager.hand_over(self.engine.scheduler.detach(job))
+        self.holds.append(hold)
+        return hold
+
+    def release(self) -> None:
+        while self.holds:
+            self.holds.pop().release()
 
 
 def waiting_times(jobs: Sequence[Asked]) -> list[float]:

@@ -3,6 +3,7 @@
 from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd, Room, Watermark
 from kvist.scheduling.job import Job, State, order
 from kvist.scheduling.joint import Companion, JointPlan
+from kvist.scheduling.remote import Remote
 from kvist.scheduling.scheduler import Scheduler
 from kvist.scheduling.turn import Chunk, SchedulerStats, Turn
 from kvist.scheduling.waits import Wait
@@ -13,6 +14,7 @@ __all__ = [
     "Companion",
     "Job",
     "JointPlan",
+    "Remote",
     "ReserveToEnd",
     "Room",
     "Scheduler",

@@ -9,7 +9,7 @@ import attrs
 
 from kvist.errors import SpecError
 from kvist.layout import Layout
-from kvist.scheduling.job import Job
+from kvist.scheduling.job import Job, State
 from kvist.sequence import Sequence as CacheSequence
 from kvist.spec import ceil_div
 
@@ -36,23 +36,25 @@ class Room:
         """Slabs that are needed when each job has computed as many tokens as ``horizon`` says: what is held now, which
         counts once however many share it, and what is still to come. What windows have shared is counted for each."""
         block = self.layout.block_tokens
-        ends = [(horizon(job), sequence) for job, sequence in self.jobs]
-        growth = sum(max(0, ceil_div(end, block) - _blocks(sequence, block)) for end, sequence in ends)
+        ends = [horizon(job) for job, _ in self.jobs]
+        growth = sum(
+            max(0, ceil_div(end, block) - _blocks(job, sequence, block))
+            for end, (job, sequence) in zip(ends, self.jobs)
+        )
         slabs = 0
         for group, held, floor in zip(self.layout.groups, self.held, self.layout.floor_slabs, strict=True):
             if group.sparse:
-                pages = sum(self.layout.most_pages(group, end) for end, _ in ends)
+                pages = sum(self.layout.most_pages(group, end) for end in ends)
             else:
                 pages = held + growth
             slabs += max(floor, ceil_div(pages, self.layout.slab_bytes // group.page_bytes))
         return slabs
 
 
-def _blocks(sequence: CacheSequence | None, block: int) -> int:
-    """Blocks of a sequence whose pages are held already."""
+def _blocks(job: Job, sequence: CacheSequence | None, block: int) -> int:
+    """Blocks whose pages a job holds already. Those of rows that are on their way are held from the beginning."""
     if sequence is None:
-        return 0
-    # Pages of a load are held from its beginning.
+        return ceil_div(job.remote_tokens, block) if job.state is State.ARRIVING else 0
     loaded = ceil_div(sequence.loadable, block) if sequence.loading else 0
     return max(sequence.block_count, loaded)
 

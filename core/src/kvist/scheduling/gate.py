@@ -82,4 +82,4 @@ class Gate:
         if number:
             assert self._companion is not None
             return self._companion.sequence(job)
-        return job.sequence if job.landing is None else job.landing.sequence
+        return job.sequence

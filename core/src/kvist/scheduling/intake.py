@@ -12,15 +12,16 @@ import numpy as np
 
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, KvistError, SpecError, StateError
-from kvist.handover import Hold
 from kvist.plan import Shortage
 from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd
 from kvist.scheduling.gate import Gate
 from kvist.scheduling.job import Job, State
 from kvist.scheduling.joint import Companion
 from kvist.scheduling.prefixes import Prefixes
+from kvist.scheduling.remote import Remote
 from kvist.scheduling.roster import Roster
 from kvist.scheduling.turn import SchedulerStats, Turn
+from kvist.sequence import Sequence as CacheSequence
 from kvist.step import IntArray
 
 J = TypeVar("J", bound=Job)
@@ -42,6 +43,7 @@ class Intake(Generic[J]):
         ageing_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         companion: Companion | None = None,
+        remote: Remote[J] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise SpecError(f"max_sequences={max_sequences} must be in 1 .. max_batch_tokens={max_batch_tokens}")
@@ -54,6 +56,7 @@ class Intake(Generic[J]):
         self._prefixes: Prefixes[J] = Prefixes(manager.layout.block_tokens)
         self._gate = Gate(manager, companion, admission or ReserveToEnd())
         self._companion = companion
+        self._remote = remote
         self._generated = generated
         self._clock = clock
         self._ageing_s = ageing_s
@@ -65,7 +68,6 @@ class Intake(Generic[J]):
         #: Prompt tokens that a step may have since pages were short; None without a limit of that kind.
         self._cap: int | None = None
         self._refused: list[J] = []
-        self._holds: list[Hold] = []
 
     # ------------------------------------------------------------------ jobs come and go
 
@@ -74,6 +76,8 @@ class Intake(Generic[J]):
 
         Raises CapacityError for one that could not run even if it had the whole cache; nothing is changed then.
         """
+        if job.remote_tokens and self._remote is None:
+            raise StateError("a job with remote_tokens needs a scheduler with a remote")
         for manager in self._gate.managers:
             manager.layout.require_fit(job.end)
         job.number = self.stats.submitted
@@ -88,49 +92,43 @@ class Intake(Generic[J]):
         if job.state is State.DONE:
             return
         self._require_no_turn(job)
-        if job.landing is not None:
-            job.hold = self._hold(self.manager.give_up(job.landing))
-            job.landing = None
+        if job.state is State.ARRIVING:
+            assert self._remote is not None
+            self._remote.cancel(job)
         self._give_up(job, close=True)
         self._end(job)
 
-    def hand_over(self, job: J) -> Hold:
-        """End a job whose prompt is computed, and keep its pages for somebody who sends them to another process, until
-        the hold is released."""
+    def detach(self, job: J) -> CacheSequence:
+        """End a job whose prompt is computed, and leave its open sequence, with all its tokens known, to the caller: to
+        hand it over to another process, or to close it."""
         if job.state is not State.DECODE or job.sequence is None:
             raise StateError(
-                f"hand_over() of request {job.number}, which is {job.state.value}",
-                hint="hand it over when its prompt is computed",
+                f"detach() of request {job.number}, which is {job.state.value}",
+                hint="detach it when its prompt is computed",
             )
         self._require_no_turn(job)
         sequence = job.sequence
         self.batch.leave(sequence)
         sequence.extend(self._new_ids(job))
-        hold = self._hold(self.manager.hand_over(sequence))
         job.sequence = None
         if self._companion is not None:
             self._companion.give_up(job)
         self._end(job)
-        return hold
+        return sequence
 
-    def landed(self, job: J) -> None:
-        """The rows that an arriving job waits for are written, and nobody writes to its pages any more."""
-        assert job.landing is not None
-        job.sequence = self.manager.landed(job.landing)
-        job.landing = None
+    def landed(self, job: J, sequence: CacheSequence) -> None:
+        """The rows that an arriving job waits for are here, and ``sequence``, the scheduler's from now on, has them."""
+        self._require_arriving(job, "landed()")
+        job.sequence = sequence
         job.remote_tokens = 0
         self._compute(job)
 
-    def lost(self, job: J) -> Hold:
-        """The rows that an arriving job waits for will not come: it computes them itself, in its turn. The hold is for
-        the caller, who releases it when nobody can write to the pages any more."""
-        assert job.landing is not None
-        hold = self._hold(self.manager.give_up(job.landing))
-        job.landing = None
+    def lost(self, job: J) -> None:
+        """The rows that an arriving job waits for will not come: it computes them itself, in its turn."""
+        self._require_arriving(job, "lost()")
         job.remote_tokens = 0
         self._gate.opened()
         self._roster.move(job, State.WAITING)
-        return hold
 
     @property
     def idle(self) -> bool:
@@ -141,11 +139,6 @@ class Intake(Generic[J]):
     def decoding(self) -> SequenceOf[J]:
         """Jobs that get one token a step, in row order. Do not change it."""
         return self._roster.decode
-
-    @property
-    def arriving(self) -> SequenceOf[J]:
-        """Jobs that wait for rows from another process, each with its landing."""
-        return self._roster.arriving
 
     def jobs(self) -> list[J]:
         """All that have not ended."""
@@ -197,9 +190,10 @@ class Intake(Generic[J]):
         """Give a job its sequence, unless there is no room for it now."""
         manager, roster = self.manager, self._roster
         if job.remote_tokens:
+            assert self._remote is not None
             if not self._gate.admits(job, roster):
                 return False
-            job.landing = manager.land(job.tokens, job.scope, length=job.remote_tokens)
+            self._remote.receive(job)
             self._count_in(job)
             roster.move(job, State.ARRIVING)
             return True
@@ -318,17 +312,17 @@ class Intake(Generic[J]):
         self._gate.opened()
         self._gate.crowded = False
 
-    def _hold(self, hold: Hold) -> Hold:
-        self._holds = [each for each in self._holds if not each.released] + [hold]
-        return hold
-
     @property
     def _busy(self) -> bool:
         """Are copies or transfers under way that will give pages back?"""
-        return bool(self.manager.copying) or any(not hold.released for hold in self._holds)
+        return bool(self.manager.copying) or (self._remote is not None and self._remote.open > 0)
 
     def _require_no_turn(self, job: J) -> None:
         if self._turn is not None and job.state in (State.PREFILL, State.DECODE):
             raise StateError(
                 f"request {job.number} is in a step", hint="complete() the turn first, then end the request"
             )
+
+    def _require_arriving(self, job: J, call: str) -> None:
+        if job.state is not State.ARRIVING:
+            raise StateError(f"{call} of request {job.number}, which is {job.state.value}")

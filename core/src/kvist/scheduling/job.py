@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import attrs
 
 from kvist.errors import RequestError
-from kvist.handover import Hold, Landing
 from kvist.sequence import Sequence
 from kvist.spec import Scope
 from kvist.step import IntArray
@@ -58,16 +57,15 @@ class Job:
     scope: what beside the tokens makes content different.
     priority: from -10 to 10; a higher one goes first, as if it had come earlier.
     wishes: how long its blocks should stay in the cache.
-    remote_tokens: leading prompt tokens whose rows another process writes, fewer than the prompt has; 0 for none, and
-        as soon as they have come or will not come.
+    remote_tokens: leading prompt tokens whose rows come from another process, fewer than the prompt has; 0 for none,
+        and as soon as they have come or will not come.
 
     The scheduler's:
 
     number: order of submission. rank: jobs go by it, the smallest first. state: see :class:`State`.
     tokens: what has to be computed before the next token can be chosen: the prompt, after a preemption with what was
         generated before.
-    sequence: open from admission to the end, while the job is not paused. landing: while the job is arriving.
-    hold: pages of a transfer that did not come; the host releases it when nobody writes to them any more.
+    sequence: open from admission to the end, while the job is not paused and has not to arrive first.
     behind: whose prefix it waits for, while it is deferred.
     arrival_s, admitted_s, first_token_s, ended_s: readings of the scheduler's clock at submission, first admission, the
         end of the prompt's computation and the end; NaN before.
@@ -89,8 +87,6 @@ class Job:
     state: State = attrs.field(default=State.WAITING, init=False)
     tokens: IntArray = attrs.field(init=False)
     sequence: Sequence | None = attrs.field(default=None, init=False)
-    landing: Landing | None = attrs.field(default=None, init=False)
-    hold: Hold | None = attrs.field(default=None, init=False)
     behind: Job | None = attrs.field(default=None, init=False)
     arrival_s: float = attrs.field(default=math.nan, init=False)
     admitted_s: float = attrs.field(default=math.nan, init=False)

@@ -30,7 +30,7 @@ class Scheduler(Intake[J]):
     admission: who may begin beside those that run.
     ageing_s: seconds that one level of priority is worth.
     clock: seconds from any origin; only differences count.
-    companion: a second cache that goes along.
+    companion: a second cache that goes along. remote: who brings the rows of jobs with ``remote_tokens``.
     """
 
     def turn(self) -> Turn[J] | None:

@@ -66,10 +66,10 @@ def outside_of(manager: CacheManager, roster: Roster[J]) -> str:
     """What holds pages of a manager beside the only job of a roster that holds memory, if any does; in words, empty if
     nothing else does."""
     stats = manager.stats()
-    own = [job.sequence or (job.landing and job.landing.sequence) for job in roster]
-    blocks = sum(sequence.block_count for sequence in own if sequence)
+    own = [job.sequence for job in roster if job.sequence is not None]
+    blocks = sum(sequence.block_count for sequence in own)
     pages = max((stats.groups[g.index].held - blocks for g in manager.layout.groups if not g.sparse), default=0)
-    sequences = stats.open_sequences - sum(1 for sequence in own if sequence)
+    sequences = stats.open_sequences - len(own)
     if pages <= 0 and sequences <= 0:
         return ""
     return f"; others than its requests have {max(sequences, 0)} open sequences and hold {max(pages, 0)} pages"
