@@ -327,7 +327,7 @@ class Intake(Generic[J]):
         return bool(self.manager.copying) or any(not hold.released for hold in self._holds)
 
     def _require_no_turn(self, job: J) -> None:
-        if self._turn is not None and job.state in (State.PREFILL, State.DECODE):
+        if self._turn is not None and job.state in (State.PREFILL, State.DECODE, State.DRAFT):
             raise StateError(
                 f"request {job.number} is in a step", hint="complete() the turn first, then end the request"
             )
