@@ -1,7 +1,7 @@
 """Which requests run next: continuous batching, admission, and who gives way when memory is short."""
 
 from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd, Room, Watermark
-from kvist.scheduling.job import Job, State
+from kvist.scheduling.job import Job, State, order
 from kvist.scheduling.joint import Companion, JointPlan
 from kvist.scheduling.scheduler import Scheduler
 from kvist.scheduling.turn import Chunk, SchedulerStats, Turn
@@ -21,4 +21,5 @@ __all__ = [
     "Turn",
     "Wait",
     "Watermark",
+    "order",
 ]

@@ -118,6 +118,7 @@ class Intake(Generic[J]):
         assert job.landing is not None
         job.sequence = self.manager.landed(job.landing)
         job.landing = None
+        job.remote_tokens = 0
         self._compute(job)
 
     def lost(self, job: J) -> Hold:

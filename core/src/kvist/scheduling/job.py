@@ -61,7 +61,8 @@ class Job:
     scope: what beside the tokens makes content different.
     priority: from -10 to 10; a higher one goes first, as if it had come earlier.
     wishes: how long its blocks should stay in the cache.
-    remote_tokens: leading prompt tokens whose rows another process writes, fewer than the prompt has; 0 for none.
+    remote_tokens: leading prompt tokens whose rows another process writes, fewer than the prompt has; 0 for none, and
+        as soon as they have come or will not come.
 
     The scheduler's:
 

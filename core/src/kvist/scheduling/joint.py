@@ -56,10 +56,12 @@ class JointPlan:
         return all(plan.fits for plan in self.plans)
 
     def commit(self) -> tuple[Step, ...]:
-        """One step per manager. Raises what ``Plan.commit`` raises; no manager has a step then."""
+        """One step per manager. Raises what ``Plan.commit`` raises; no manager has a step then, and nothing has changed
+        where the reason is that a plan does not fit."""
         steps: list[Step] = []
         try:
-            for plan in self.plans:
+            # What does not fit first: it raises.
+            for plan in (*(plan for plan in self.plans if not plan.fits), *self.plans):
                 steps.append(plan.commit())
         except BaseException:
             self.cancel(steps, ran=False)
