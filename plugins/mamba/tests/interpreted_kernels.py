@@ -378,11 +378,18 @@ def drive_all(drive):
     return one, two
 
 
+REPLAY = {"rollback": "replay", "history_tokens": 5}
+
+
 @pytest.mark.parametrize(
-    "model_type",
-    [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*CONFIGS} - {*QUICK}))],
+    ("model_type", "options"),
+    [
+        *((each, {}) for each in QUICK),
+        *((each, REPLAY) for each in QUICK),
+        *(pytest.param(each, {}, marks=pytest.mark.slow) for each in sorted({*CONFIGS} - {*QUICK})),
+        *(pytest.param(each, REPLAY, marks=pytest.mark.slow) for each in ("mamba2", "qwen3_next")),
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"rollback": "replay", "history_tokens": 5}], ids=["snapshots", "replay"])
 def test_layers_put_out_what_those_of_transformers_do(model_type, options):
     """And leave the bytes that the reference leaves, so either goes on where the other stopped: their layouts have one
     tag."""
