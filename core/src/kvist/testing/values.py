@@ -108,7 +108,8 @@ class Values:
         # What is free may still be the source of a copy, until something is written to it.
         self._copy(step.copies)
         self.poison(step.copies)
-        for zeroed, pages in zip(self.pages, step.fresh):
+        for zeroed, pages, pairs in zip(self.pages, step.fresh, step.copies):
+            assert not np.isin(pages, pairs[:, 1]).any(), "a page is to be both copied to and filled with zeros"
             zeroed[pages] = 0
         for row, sequence in enumerate(sequences):
             end, count = int(step.lengths[row]), int(step.query_lengths[row])

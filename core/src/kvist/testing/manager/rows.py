@@ -30,6 +30,9 @@ class RowTests(ManagerAuthor):
                     kept = 1 + drafts - rejected
                     before = sequence.computed
                     flight = engine.launch(Run(sequence, 1, drafts), accepted={sequence: kept})
+                    for group, each in zip(engine.manager.layout.groups, engine.manager.stats().groups):
+                        one = group.exact and not group.retention.draft_pages
+                        assert not one or each.held == 1, f"{group.name}: {each.held} pages for one state, not one"
                     refused(StateError, partial(engine.manager.plan, [Run(sequence, 1)]))
                     engine.land(flight)
                     assert sequence.computed == before + kept
@@ -126,6 +129,41 @@ class RowTests(ManagerAuthor):
                 batch.leave(sequence)
                 engine.learn(sequence, 0)
             engine.close(late, *rows)
+            engine.drained()
+
+        self.each(scenario, pages=200)
+
+    @pytest.mark.clause("CM-21")
+    def test_rows_that_come_back_to_a_batch(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            batch = manager.decode_batch()
+            rows = [engine.open(range(50 * n, 50 * n + 2 * block - 1 + n)) for n in range(3)]
+            engine.prefill(*rows)
+            for sequence in rows:
+                batch.join(sequence)
+            for number in range(3 * block):
+                sequence = rows[number % len(rows)]
+                step = manager.plan(decode=batch).commit()
+                batch.leave(sequence)
+                manager.cancel(step, ran=False)
+                batch.join(sequence)
+                manager.cancel(manager.plan(decode=batch).commit(), ran=False)
+                engine.audit()
+                before = [row.computed for row in rows]
+                engine.run(decode=batch)
+                assert [row.computed for row in rows] == [length + 1 for length in before], (
+                    "a row that left a batch and came back does not advance"
+                )
+                for row in rows:
+                    assert row.reserved - row.computed < block, (
+                        f"a row with {row.computed} tokens has pages for {row.reserved}: steps that were cancelled "
+                        "have opened a block again and again"
+                    )
+            for sequence in rows:
+                batch.leave(sequence)
+                engine.learn(sequence, 0)
+            engine.close(*rows)
             engine.drained()
 
         self.each(scenario, pages=200)

@@ -176,18 +176,31 @@ class StepTests(ManagerAuthor):
             ours, twin = engine.open(prompt), engine.open(prompt)
             flights = [engine.launch(Run(ours, 2 * block))]
             flights.append(engine.launch(Run(ours, block + 1)))
-            before = [_what_is_read(engine, flight, ours) for flight in flights]
+            before = [what_is_read(engine, flight, ours) for flight in flights]
             # The same blocks become findable while ours are being computed.
             engine.prefill(twin)
             engine.close(twin)
             engine.turn(prompt, 77)
-            for flight, seen in zip(flights, before):
-                now = _what_is_read(engine, flight, ours)
-                same = all(np.array_equal(left, right) for left, right in zip(now, seen))
-                assert same, f"what step {flight.step.id} reads of its tables has changed while it was in flight"
-                engine.land(flight)
+            land_unchanged(engine, ours, flights, before)
             engine.prefill(ours)
             engine.close(ours)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-18")
+    def test_tables_stay_while_restore_points_are_published(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            ours = engine.open(range(4 * block + 1), restore_at=[3 * block])
+            engine.run(Run(ours, 2 * block))
+            # Somebody else leaves what resuming takes at a place where we keep nothing.
+            engine.turn(range(2 * block))
+            flights = [engine.launch(Run(ours, block)), engine.launch(Run(ours, block + 1))]
+            land_unchanged(engine, ours, flights, [what_is_read(engine, flight, ours) for flight in flights])
+            engine.decode(ours, block)
+            engine.close(ours)
+            engine.turn(range(3 * block), 77, 78)
             engine.drained()
 
         self.each(scenario)
@@ -271,6 +284,45 @@ class StepTests(ManagerAuthor):
         self.each(scenario)
 
     @pytest.mark.clause("CM-19")
+    def test_copies_of_a_step_that_failed_are_done(self) -> None:
+        def scenario(engine: Engine) -> None:
+            manager, block = engine.manager, engine.block
+            parent = engine.open(range(2 * block + 2))
+            engine.prefill(parent)
+            child = engine.fork(parent)
+            engine.learn(parent)
+            # Copies for the child come with this step, which then writes to their sources.
+            manager.cancel(engine.launch(Run(parent, 1)).step, ran=True)
+            engine.audit()
+            engine.extend(child, range(500, 503))
+            engine.prefill(child)
+            if parent.suspended:
+                engine.resume(parent)
+            engine.prefill(parent)
+            engine.decode(child, block)
+            engine.close(parent, child)
+            engine.drained()
+
+        self.each(scenario)
+
+    @pytest.mark.clause("CM-19")
+    def test_what_is_owed_to_a_page_goes_with_its_owner(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            parent = engine.open(range(2 * block + 2))
+            engine.prefill(parent)
+            # The second child's state is known when it goes, and its page free.
+            for _ in range(2):
+                engine.close(engine.fork(parent))
+            others = [engine.open(range(100 * n, 100 * n + 2), reuse=False) for n in range(1, 9)]
+            engine.run(*(Run(sequence, 2) for sequence in others))
+            engine.decode(parent, block)
+            engine.close(parent, *others)
+            engine.drained()
+
+        self.each(scenario, pages=14)
+
+    @pytest.mark.clause("CM-19")
     def test_a_step_that_failed_costs_no_whole_block(self) -> None:
         def scenario(engine: Engine) -> None:
             block = engine.block
@@ -300,7 +352,16 @@ class StepTests(ManagerAuthor):
         )
 
 
-def _what_is_read(engine: Engine, flight: Flight, sequence: Sequence) -> list[Array]:
+def land_unchanged(engine: Engine, sequence: Sequence, flights: list[Flight], before: list[list[Array]]) -> None:
+    """Complete steps of a sequence; each has been in flight until then and reads what it read ``before``."""
+    for flight, seen in zip(flights, before):
+        now = what_is_read(engine, flight, sequence)
+        same = all(np.array_equal(left, right) for left, right in zip(now, seen))
+        assert same, f"what step {flight.step.id} reads of its tables has changed while it was in flight"
+        engine.land(flight)
+
+
+def what_is_read(engine: Engine, flight: Flight, sequence: Sequence) -> list[Array]:
     """Copies of those parts of a step's tables that its row reads or writes."""
     step, block = flight.step, engine.block
     row = flight.plan.sequences.index(sequence)
