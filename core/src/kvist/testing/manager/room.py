@@ -138,7 +138,7 @@ class RoomTests(ManagerAuthor):
             shared = range(500, 500 + block + max(1, block // 2))
             engine.turn(shared)
             # Small pages and large ones, with gaps between the small ones.
-            everyone = [engine.open(range(1000 * n, 1000 * n + block), reuse=False) for n in range(1, 25)]
+            everyone = [engine.open(range(1000 * n, 1000 * n + block), reuse=False) for n in range(1, 17)]
             engine.prefill(*everyone)
             kept = everyone[1::4]
             engine.close(*(sequence for sequence in everyone if sequence not in kept))
@@ -164,7 +164,7 @@ class RoomTests(ManagerAuthor):
 
         self.each(
             scenario,
-            pages=30,
+            pages=20,
             unequal=True,
             only=lambda layout: len({group.page_bytes for group in layout.groups}) > 1 and limited(layout),
             unless="no mix has pages of several sizes, and a group that keeps everything",
