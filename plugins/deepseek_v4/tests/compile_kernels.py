@@ -21,7 +21,8 @@ SHARED = 232448
 
 #: V4-Flash in bfloat16: 64 heads of 512, of which 64 rotate; windows of 128; 64 index heads of 128; blocks of 128 tokens.
 TABLES = dict.fromkeys(
-    ("table", "state_table", "pool_table", "token_rows", "positions", "firsts", "begins", "ends", "closed", "tiles"), "*i32"
+    ("table", "state_table", "pool_table", "token_rows", "positions", "firsts", "begins", "ends", "closed", "tiles"),
+    "*i32",
 )
 TYPES = {
     **TABLES,

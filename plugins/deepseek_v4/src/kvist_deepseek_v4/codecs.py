@@ -178,4 +178,4 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
     # A value in the middle goes to the even code: below every second middle it is the upper one already.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(values.float().abs().nan_to_num(0.0), middles)
-    return (codes + 8 * (values < 0)).to(torch.uint8)
+    return (codes + 8 * values.signbit()).to(torch.uint8)

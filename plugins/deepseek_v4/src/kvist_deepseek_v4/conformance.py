@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from kvist.testing.attention import Case
 from kvist.testing.packaging import Config, PluginTests
 from kvist.testing.spec import CacheSpecTests
+from kvist_deepseek_v4.plugin import ENCODED_ROWS
 from kvist_deepseek_v4.reference import ReferenceBackend
 from kvist_deepseek_v4.testing import DeepseekV4BackendTests, tiny_spec
 
@@ -80,6 +81,7 @@ class TestReference(DeepseekV4BackendTests):
     """The backend that runs anywhere."""
 
     backend = ReferenceBackend
+    features = frozenset({ENCODED_ROWS})
 
 
 if find_spec("triton"):
@@ -89,5 +91,5 @@ if find_spec("triton"):
         """The kernels, in float32, which the interpreter rounds as a GPU does; as few layers as show all."""
 
         backend = TritonBackend
-        cases = (Case(name="float32", spec=tiny_spec(8, layers=4)),)
+        cases = (Case(name="float32", spec=tiny_spec(8, layers="484")),)
         triton = True
