@@ -9,8 +9,8 @@ TensorRT-LLM's does for a prompt.
 
 `deepseek.reuse_of_all_tails` replays the agentic trace on V4-Flash's cache without a limit of memory, with what windows
 and states need kept at ends in whole blocks, branches and every 512 blocks, and beside it with all of it kept at every
-block: `deepseek.tail_bytes_of_all_tails` is what it then holds of the latter's bytes. The trade between the two is drawn
-as an SVG file (--chart).
+block: `deepseek.tail_bytes_of_all_tails` is what it then holds of the latter's bytes. The trade between the two is
+drawn as an SVG file (--chart).
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ def reuse(options: argparse.Namespace) -> list[Figure]:
             share, size = 100 * result.reused_tokens / every.reused_tokens, 100 * tails / all_tails
             found[whole, blocks] = size, share
             points = ("ends in whole blocks" if whole else "ends") + (f", every {blocks} blocks" if blocks else "")
+            rate = 100 * result.hit_rate
             harness.progress(
-                f"| {points} | {100 * result.hit_rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |"
+                f"| {points} | {rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |"
             )
     if not options.quick:
         draw(options.chart, found)

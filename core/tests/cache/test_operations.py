@@ -792,8 +792,8 @@ def test_where_an_end_keeps_restore_points(length: int, ends: list[int], whole: 
     ("whole", "first", "second"), [(False, (2, [20, 21, 22]), (3, [24, 25, 26])), (True, (1, [20] * 3), (2, [24] * 3))]
 )
 def test_ends_of_whole_blocks_cost_one_page_of_a_window(whole: bool, first: tuple, second: tuple) -> None:
-    """By hand: turns of 22 and 26 tokens in blocks of 4, with a window of 4, which before position 20 is block 4. An end
-    inside a block takes the block that is open there on top; the second turn fills the first one's."""
+    """By hand: turns of 22 and 26 tokens in blocks of 4, with a window of 4, which before position 20 is block 4. An
+    end inside a block takes the block that is open there on top; the second turn fills the first one's."""
     engine = Engine(manager_of(60, History(), Window(4), restore=RestorePolicy(whole_blocks=whole)))
     for length, (kept, found) in ((22, first), (26, second)):
         engine.turn(range(length))

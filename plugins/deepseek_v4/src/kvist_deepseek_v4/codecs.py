@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Protocol
 
 import attrs
@@ -131,8 +132,8 @@ class IndexMXFP4:
 
 
 def hadamard(rows: torch.Tensor) -> torch.Tensor:
-    """Rows ``[..., n]`` times the Hadamard matrix of Sylvester's order over the root of ``n``, which is its own inverse,
-    in float32 (float64 for float64)."""
+    """Rows ``[..., n]`` times the Hadamard matrix of Sylvester's order over the root of ``n``, which is its own
+    inverse, in float32 (float64 for float64)."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     return rows.to(dtype) @ _matrix(rows.shape[-1]).to(rows.device, dtype)
 
@@ -174,7 +175,7 @@ def _from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    middles = torch.tensor([(one + other) / 2 for one, other in zip(_E2M1, _E2M1[1:])], device=values.device)
+    middles = torch.tensor([(one + other) / 2 for one, other in pairwise(_E2M1)], device=values.device)
     # A value in the middle goes to the even code: below every second middle it is the upper one already.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(values.float().abs().nan_to_num(0.0), middles)

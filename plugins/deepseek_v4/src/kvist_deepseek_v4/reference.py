@@ -59,10 +59,10 @@ class _Series:
 class ReferenceBackend(AttentionBackend):
     """One sequence after the other: write rows, make the compressed rows that the step completes, select, attend.
 
-    Attention, pooling and scores are computed in float32, float64 for float64 queries. Rows are stored as the spec says,
-    encoded ones too, and rounded before they take part, so a result does not depend on how a prompt was cut into steps.
-    A step's own window rows and states are read from the inputs: a chunk may be longer than any window,
-    and where the table names no page they are not written. Serves any sizes, on any torch device.
+    Attention, pooling and scores are computed in float32, float64 for float64 queries. Rows are stored as the spec
+    says, encoded ones too, and rounded before they take part, so a result does not depend on how a prompt was cut into
+    steps. A step's own window rows and states are read from the inputs: a chunk may be longer than any window, and
+    where the table names no page they are not written. Serves any sizes, on any torch device.
     """
 
     name = "deepseek-v4-reference"

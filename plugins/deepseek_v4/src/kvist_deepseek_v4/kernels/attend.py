@@ -1,5 +1,5 @@
-"""Attention over two pools of pages, a window's rows and compressed ones, with a sink: one program per query and some of
-its heads. Where that would be few programs, the rows are split over several, and ``combine`` puts them together."""
+"""Attention over two pools of pages, a window's rows and compressed ones, with a sink: one program per query and some
+of its heads. Where that would be few programs, the rows are split over several, and ``combine`` puts them together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attend(
 ) -> torch.Tensor:
     """One layer's attention of all tokens of the step: ``[T, heads, D]`` in the query's dtype.
 
-    query ``[T, heads, D]``. own ``[T, D]``: the step's window rows as they are stored; earlier ones are read from pages.
+    query ``[T, heads, D]``. own ``[T, D]``: the step's window rows as they are stored; earlier ones are in pages.
     compressed: its rows, closed ones, are all in pages; ``None`` for a layer without. ids: int32 ``[T, n]``, the
     compressed rows that each query reads, -1 for none; ``None``: all that it sees.
     """

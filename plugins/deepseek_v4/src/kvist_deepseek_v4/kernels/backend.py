@@ -29,8 +29,8 @@ _SCORES = 1 << 28
 
 
 class TritonBackend(AttentionBackend):
-    """All rows of a step at once: compress the windows that it closes, score, select, attend; what the step itself brings
-    is read from the inputs, and written when what it may overwrite has been read.
+    """All rows of a step at once: compress the windows that it closes, score, select, attend; what the step itself
+    brings is read from the inputs, and written when what it may overwrite has been read.
 
     Serves plain rows of even
     sizes. Pages are arranged as the reference arranges them, so either may go on where the other stopped.

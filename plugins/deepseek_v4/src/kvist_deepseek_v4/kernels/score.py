@@ -27,8 +27,8 @@ def index_scores(
     columns: int,
 ) -> torch.Tensor:
     """Scores of all index rows for the queries of ``batch.tiles(QUERIES)[first:end]``, as
-    :func:`kvist_deepseek_v4.selection.index_scores` gives them: float32 ``[tokens of these tiles, columns]``, -inf where
-    a query may not see a row.
+    :func:`kvist_deepseek_v4.selection.index_scores` gives them: float32 ``[tokens of these tiles, columns]``, -inf
+    where a query may not see a row.
 
     query ``[T, J, I]``, weights ``[T, J]``: of the whole step. columns: at least the rows that any of them sees.
     """
