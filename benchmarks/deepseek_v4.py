@@ -152,9 +152,7 @@ def reuse(options: argparse.Namespace) -> list[Figure]:
             found[whole, blocks] = size, share
             points = ("ends in whole blocks" if whole else "ends") + (f", every {blocks} blocks" if blocks else "")
             rate = 100 * result.hit_rate
-            harness.progress(
-                f"| {points} | {rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |"
-            )
+            harness.progress(f"| {points} | {rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |")
     if not options.quick:
         draw(options.chart, found)
     size, share = found[True, _EVERY]

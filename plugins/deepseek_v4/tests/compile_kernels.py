@@ -19,11 +19,9 @@ from kvist_deepseek_v4.kernels import attend, compress, score, select, write
 #: Shared memory that a program may have on this GPU.
 SHARED = 232448
 
-#: V4-Flash in bfloat16: 64 heads of 512, of which 64 rotate; windows of 128; 64 index heads of 128; blocks of 128 tokens.
-TABLES = dict.fromkeys(
-    ("table", "state_table", "pool_table", "token_rows", "positions", "firsts", "begins", "ends", "closed", "tiles"),
-    "*i32",
-)
+#: V4-Flash in bfloat16: 64 heads of 512, of which 64 rotate; windows of 128; 64 index heads of 128; blocks of 128.
+TABLES = dict.fromkeys(("table", "state_table", "pool_table", "token_rows", "positions", "tiles"), "*i32")
+TABLES |= dict.fromkeys(("firsts", "begins", "ends", "closed"), "*i32")
 TYPES = {
     **TABLES,
     **dict.fromkeys(("query", "own", "kv", "pool", "view", "rows", "keys", "norm", "output", "value"), "*bf16"),

@@ -165,7 +165,7 @@ def test_specs_that_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("clause", ["AB-02", "AB-07", "AB-10", "AB-11"])
 def test_clauses_of_the_contract(clause, monkeypatch):
-    """Those that other tests here say nothing of: `kvist conform deepseek-v4` tries all, which takes the interpreter ten
-    minutes."""
+    """Those that other tests here say nothing of: `kvist conform deepseek-v4` tries all, which takes the interpreter
+    ten minutes."""
     monkeypatch.setattr(attend, "_PROGRAMS", 1)
     assert run(conformance.TestTriton, clause) == []

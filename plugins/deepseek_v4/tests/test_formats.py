@@ -206,8 +206,8 @@ def test_what_is_read_back(row):
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8-mxfp4"])
 def test_the_selected_scores_are_the_best(dtype):
-    """More rows than are selected, over pages of 8 rows: what the backend chooses has the best scores of all, worked out
-    from the bytes in the pages; also in the second layer with an index."""
+    """More rows than are selected, over pages of 8 rows: what the backend chooses has the best scores of all, worked
+    out from the bytes in the pages; also in the second layer with an index."""
     spec = tiny_spec(32, dtype)
     layout = Layout.build(spec, 1 << 22, ReferenceBackend.page_layout(spec))
     memory, manager = DeviceMemory(layout), PagedCacheManager(layout)
