@@ -16,12 +16,21 @@ import attrs
 import harness
 import numpy as np
 import torch
+from kernel_deepseek_v4 import deepseek_v4
+from kernel_table import PEER, Call, Kernel
 from records import Figure, paired
 
 from kvist.step import Step
 
-PEER = "torch, same tensors"
 FIGURES = (
+    "kernels.deepseek_v4_states",
+    "kernels.deepseek_v4_compressed_4",
+    "kernels.deepseek_v4_compressed_128",
+    "kernels.deepseek_v4_scores",
+    "kernels.deepseek_v4_selection",
+    "kernels.deepseek_v4_decode",
+    "kernels.deepseek_v4_decode_128",
+    "kernels.deepseek_v4_prefill",
     "kernels.minimax_m3_scores",
     "kernels.minimax_m3_selection",
     "kernels.minimax_m3_decode",
@@ -31,20 +40,6 @@ FIGURES = (
     "kernels.mamba2_prefill",
     "kernels.delta_net_decode",
 )
-
-Call = Callable[[], torch.Tensor]
-
-
-@attrs.frozen
-class Kernel:
-    """One kernel to measure. Both calls give the same tensor, within ``tolerance``, when each is called for the first
-    time: states go on from call to call."""
-
-    figure: str
-    ours: Call
-    theirs: Call
-    tolerance: float = 0.0
-    peer: str = PEER
 
 
 @attrs.frozen
@@ -376,7 +371,7 @@ def _delta_net_decode(
 
 
 #: What is measured: for each plugin a function of the device that gives its kernels.
-TABLE: tuple[Callable[[torch.device], Iterator[Kernel]], ...] = (minimax_m3, recurrent)
+TABLE: tuple[Callable[[torch.device], Iterator[Kernel]], ...] = (deepseek_v4, minimax_m3, recurrent)
 
 
 def compare(kernel: Kernel) -> None:
