@@ -17,8 +17,8 @@ from kvist.step import Step
 
 @attrs.frozen
 class DeepseekSizes:
-    """A batch of decoding sequences of ``context`` tokens, and one prompt's last chunk. The context is a multiple of 128:
-    every sequence closes a window of each kind."""
+    """A batch of decoding sequences of ``context`` tokens, and one prompt's last chunk. The context is a multiple of
+    128: every sequence closes a window of each kind."""
 
     context: int = 32_768
     sequences: int = 16
@@ -135,10 +135,8 @@ def _compressed(cache: _Cache, layer: int, figure: str, tolerance: float) -> Ker
     series = 2 if ratio == 4 else 1
     rows, states = cache.rows[layer]["compressed"], cache.rows[layer]["state"]
     own, bias = cache.random(cache.tokens, 2, series * size), cache.random(ratio, series * size)
-    weight, frequencies = (
-        1 + 0.1 * cache.random(size),
-        1.0 / torch.arange(1, cache.sizes.rope // 2 + 1).to(cache.device),
-    )
+    weight = 1 + 0.1 * cache.random(size)
+    frequencies = 1.0 / torch.arange(1, cache.sizes.rope // 2 + 1, device=cache.device)
     window = (cache.sizes.context - 1) // ratio
     place = torch.full((len(cache.table),), window, device=cache.device)
     first = (window - series + 1) * ratio

@@ -56,11 +56,10 @@ def test_drafts_in_a_ring(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [16, 32, 64])
-def test_ragged_batches_of_different_phases(block):
-    random = np.random.default_rng(block)
-    with cache(block=block, seed=block, layers=range(5)) as made:
-        requests = [made.open(count, count) for count in (70, 33, 5, 48)]
+def test_ragged_batches_of_different_phases():
+    random = np.random.default_rng(0)
+    with cache(block=32, layers=LAYERS[1:]) as made:
+        requests = [made.open(count, count) for count in (41, 19, 5)]
         while left := [each for each in requests if each.sequence.computed < len(each.sequence.tokens)]:
             work = []
             for index in random.permutation(len(left))[: random.integers(1, len(left) + 1)]:
@@ -124,9 +123,9 @@ def test_the_selected_scores_are_the_best_of_many():
 def test_the_same_again_gives_the_same_bits():
     results = []
     for _ in range(2):
-        with cache(block=16, layers=range(5)) as made:
-            sequence = made.manager.open(tokens(40), reuse=False)
-            parts = [made.logits([(sequence, sequence.tokens[at : at + 10], 0)])[0] for at in range(0, 40, 10)]
+        with cache(block=16) as made:
+            sequence = made.manager.open(tokens(24), reuse=False)
+            parts = [made.logits([(sequence, sequence.tokens[at : at + 12], 0)])[0] for at in (0, 12)]
             results.append(torch.cat(parts))
             assert float((results[-1] - model_logits(sequence.tokens)).abs().max()) < 1e-4
     assert torch.equal(*results)
@@ -163,9 +162,9 @@ def test_specs_that_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clause", ["AB-02", "AB-07", "AB-10", "AB-11"])
+@pytest.mark.parametrize("clause", ["AB-02", "AB-11"])
 def test_clauses_of_the_contract(clause, monkeypatch):
     """Those that other tests here say nothing of: `kvist conform deepseek-v4` tries all, which takes the interpreter
-    ten minutes."""
+    the better part of an hour."""
     monkeypatch.setattr(attend, "_PROGRAMS", 1)
     assert run(conformance.TestTriton, clause) == []
