@@ -29,6 +29,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 
 QUICK = ("-O0", "-fPIC")
 
+
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a new process, with an empty cache."""
@@ -63,6 +64,7 @@ def test_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_kernel_is_cached_and_uses_the_openmp_runtime_of_torch(tmp_path: Path) -> None:
     assert native.why_not() == ""
