@@ -14,7 +14,7 @@ from kvist.restore import RestorePolicy
 from kvist_transformers import Request, decoder_spec
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
-BACKENDS = ["torch-reference", "cpu"]
+BACKENDS = ["torch-reference", "cpu-torch", "cpu-native"]
 
 
 def memory_for(tokens, spec):

@@ -318,7 +318,7 @@ class Intake(Generic[J]):
         return bool(self.manager.copying) or (self._remote is not None and self._remote.open > 0)
 
     def _require_no_turn(self, job: J) -> None:
-        if self._turn is not None and job.state in (State.PREFILL, State.DECODE):
+        if self._turn is not None and job.state in (State.PREFILL, State.DECODE, State.DRAFT):
             raise StateError(
                 f"request {job.number} is in a step", hint="complete() the turn first, then end the request"
             )
