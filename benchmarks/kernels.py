@@ -19,6 +19,14 @@ from kernel_case import PEER, Call, Kernel
 from records import Figure, paired
 
 FIGURES = (
+    "kernels.deepseek_v4_states",
+    "kernels.deepseek_v4_compressed_4",
+    "kernels.deepseek_v4_compressed_128",
+    "kernels.deepseek_v4_scores",
+    "kernels.deepseek_v4_selection",
+    "kernels.deepseek_v4_decode",
+    "kernels.deepseek_v4_decode_128",
+    "kernels.deepseek_v4_prefill",
     "kernels.minimax_m3_scores",
     "kernels.minimax_m3_selection",
     "kernels.minimax_m3_decode",
@@ -63,9 +71,11 @@ def time_kernel(kernel: Kernel, runs: int) -> Figure:
 def kernels(device: torch.device, *, tiny: bool = False) -> Iterator[Kernel]:
     """All of them. Each has to be called before the next one is taken."""
     # They need triton, which is not everywhere.
+    import kernel_deepseek_v4
     import kernel_mamba
     import kernel_minimax_m3
 
+    yield from kernel_deepseek_v4.kernels(device, kernel_deepseek_v4.TINY if tiny else kernel_deepseek_v4.Sizes())
     yield from kernel_minimax_m3.kernels(device, kernel_minimax_m3.TINY if tiny else kernel_minimax_m3.Sizes())
     yield from kernel_mamba.kernels(device, kernel_mamba.TINY if tiny else kernel_mamba.Sizes())
 
