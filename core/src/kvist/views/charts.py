@@ -13,7 +13,7 @@ from kvist.iterations.records import BranchRecord
 
 #: In units of the picture, which the page stretches to its column.
 WIDTH, HEIGHT = 480, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 12, 42
 
 
 @attrs.frozen
@@ -83,14 +83,7 @@ def svg(chart: Chart) -> str:
     for place, series in enumerate(chart.series):
         parts.append(f'<g class="series {series.tone}" data-series="{place}">')
         if chart.stacked:
-            for at, value in enumerate(series.values):
-                if value:
-                    left, right = across(chart.bounds[at]), across(chart.bounds[at + 1])
-                    high, low = down(floor[at] + value), down(floor[at])
-                    parts.append(
-                        f'<rect x="{left:.1f}" y="{high:.1f}" width="{right - left:.1f}" height="{low - high:.1f}"/>'
-                    )
-                    floor[at] += value
+            parts.append(_layer(series, floor, chart.bounds, across, down))
         else:
             parts += _line(series, chart.bounds, across, down)
         parts.append("</g>")
@@ -168,24 +161,22 @@ def _line(
     return parts
 
 
-def bars(name: str, title: str, rows: Sequence[tuple[str, float, str, str]]) -> str:
-    """Horizontal bars with their names above: ``(name, value, value as text, tone)``."""
-    top = max((value for _, value, _, _ in rows), default=0.0) or 1.0
-    height = 44 * len(rows) + 4
-    parts = []
-    for place, (label, value, text, tone) in enumerate(rows):
-        y = 44 * place
-        length = max(1.0 if value else 0.0, (WIDTH - 4) * value / top)
-        parts.append(f'<text class="tick" x="0" y="{y + 15}">{escape(label)}</text>')
-        parts.append(f'<text class="tick strong" x="{WIDTH - 2}" y="{y + 15}" text-anchor="end">{escape(text)}</text>')
-        parts.append(f'<g class="{tone}"><rect x="0" y="{y + 21}" width="{length:.1f}" height="13" rx="2"/></g>')
-    about = "; ".join(f"{label}: {text}" for label, _, text, _ in rows)
-    return (
-        f'<svg class="plot bars" id="{escape(name)}" viewBox="0 0 {WIDTH} {height}" role="img"'
-        f' aria-labelledby="{escape(name)}-title {escape(name)}-about">'
-        f'<title id="{escape(name)}-title">{escape(title)}</title>'
-        f'<desc id="{escape(name)}-about">{escape(about)}</desc>{"".join(parts)}</svg>'
-    )
+def _layer(
+    series: Series,
+    floor: list[float],
+    bounds: Sequence[float],
+    across: Callable[[float], float],
+    down: Callable[[float], float],
+) -> str:
+    """One shape of a step for each slice, on top of ``floor``, which it raises."""
+    above, below = [], []
+    for at, value in enumerate(series.values):
+        left, right = across(bounds[at]), across(bounds[at + 1])
+        low, high = floor[at], floor[at] + (value or 0.0)
+        above += [f"{left:.1f},{down(high):.1f}", f"{right:.1f},{down(high):.1f}"]
+        below += [f"{left:.1f},{down(low):.1f}", f"{right:.1f},{down(low):.1f}"]
+        floor[at] = high
+    return f'<polygon points="{" ".join([*above, *reversed(below)])}"/>'
 
 
 def boxes(name: str, title: str, branches: Sequence[BranchRecord], texts: Sequence[str]) -> str:

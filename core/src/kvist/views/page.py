@@ -10,7 +10,7 @@ from importlib.resources import files
 from kvist.iterations.records import BranchRecord, RequestRecord, Tier
 from kvist.replay.report import shown_bytes
 from kvist.views.board import Totals, spread
-from kvist.views.charts import Chart, Series, bars, boxes, short, svg
+from kvist.views.charts import Chart, Series, boxes, short, svg
 from kvist.views.slices import Run
 
 _PHASES = (("queue", "none"), ("transfer", "e"), ("prefill", "b"), ("decode", "a"))
@@ -46,7 +46,7 @@ def page(run: Run) -> str:
 def _when(run: Run) -> str:
     size, unit = run.clock
     began = datetime.fromtimestamp(run.begin.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    text = f"Recorded {began}: {run.duration / size:,.4g} {unit}, {run.record_count:,} records."
+    text = f"Recorded {began}: {_moment(run.duration / size)} {unit}, {run.record_count:,} records."
     if run.begin.time_unit == "steps":
         text += " No model ran; time is counted in steps of the cache."
     return text
@@ -54,19 +54,25 @@ def _when(run: Run) -> str:
 
 def _tiles(run: Run) -> str:
     counts = run.totals.counts
-    peak = max((each.last.groups[0].held for each in run.slices if each.last is not None), default=0)
-    capacity = run.begin.tiers[0].groups[0].capacity
+    peaks = [(max(_held(run, place), default=0.0), group.name) for place, group in enumerate(run.begin.tiers[0].groups)]
+    peak, name = max(peaks)
     tiles = [
         (_percent(run.totals.hit_rate), "of prompt tokens reused"),
-        (f"{counts['prompt_tokens']:,}", f"prompt tokens of {counts['requests']:,} sequences"),
-        (f"{counts['computed_tokens']:,}", f"tokens computed in {counts['steps']:,} steps"),
-        (f"{sum(group['evicted'] for group in run.totals.groups):,}", "pages evicted"),
-        (_percent(peak / capacity if capacity else 0.0), f"of {run.begin.tiers[0].groups[0].name} held at most"),
-        (f"{sum(request.pauses for request in run.requests):,}", f"pauses of {len(run.requests):,} requests"),
-        (f"{counts['recomputed_tokens']:,}", "tokens recomputed after suspension"),
+        (short(counts["prompt_tokens"]), f"prompt tokens of {counts['requests']:,} sequences"),
+        (short(counts["computed_tokens"]), f"tokens computed in {counts['steps']:,} steps"),
+        (short(sum(group["evicted"] for group in run.totals.groups)), "pages evicted"),
+        (_percent(peak), f"of the memory held by {name} at most"),
+        (short(sum(request.pauses for request in run.requests)), f"pauses of {len(run.requests):,} requests"),
+        (short(counts["recomputed_tokens"]), "tokens recomputed after suspension"),
     ]
     items = "".join(f"<li><b>{escape(value)}</b> <span>{escape(text)}</span></li>" for value, text in tiles)
     return f'<ul class="tiles">{items}</ul>'
+
+
+def _held(run: Run, place: int) -> list[float]:
+    """Share of the device that a group holds, of each slice."""
+    capacity = run.begin.tiers[0].groups[place].capacity or 1
+    return [each.last.groups[place].held / capacity for each in run.slices if each.last is not None]
 
 
 def _reuse(run: Run) -> list[str]:
@@ -129,11 +135,15 @@ def _misses(run: Run) -> str:
     layers = [Series("not known: new, or evicted before", unknown, "none"), *lost]
     chart = _chart(run, "misses", "Where misses came from", "tokens", layers, stacked=True)
     total = _missed(run.totals)
-    rows = []
-    for each in layers:
-        count = sum(value or 0.0 for value in each.values)
-        rows.append((each.name, count, f"{count:,.0f} ({_percent(count / total if total else 0.0)})", each.tone))
-    summary = bars("misses-total", "Where misses came from, in all", rows)
+    counts = [sum(value or 0.0 for value in each.values) for each in layers]
+    most = max(counts) or 1.0
+    rows = "".join(
+        f'<li class="{each.tone}"><span>{escape(each.name)}</span>'
+        f"<b>{count:,.0f} ({_percent(count / total if total else 0.0)})</b>"
+        f'<i style="width: {count / most:.2%}"></i></li>'
+        for each, count in zip(layers, counts)
+    )
+    summary = f'<ul class="bars" id="misses-total">{rows}</ul>'
     return _section("misses", chart, "Prompt tokens that had to be computed, and why; below in all.", summary)
 
 
@@ -228,16 +238,20 @@ def _pages(run: Run) -> str:
             counts = [sums["offloaded"], sums["onboarded"], sums["dropped"]]
             rows.append([f"{tier.name}, {group.name}", "", "", "", "", *(f"{count:,}" for count in counts)])
     heads = ["tier, group", "new", "evicted", "moved", "lost tokens", "came down", "went up", "dropped"]
-    counts_ = run.totals.counts
+    sofar = run.totals.counts
     rest = [
-        ["reused inside a block, by copy", f"{counts_['partial_reuses']:,}"],
-        ["suspended", f"{counts_['suspends']:,}"],
-        ["resumed", f"{counts_['resumes']:,}"],
-        ["resumed tokens", f"{counts_['resumed_tokens']:,}"],
-        ["recomputed tokens", f"{counts_['recomputed_tokens']:,}"],
-        ["forks", f"{counts_['forks']:,}"],
-        ["tokens from another process", f"{counts_['received_tokens']:,}"],
-        ["tokens handed to another process", f"{counts_['handed_tokens']:,}"],
+        ["sequences opened", f"{sofar['requests']:,}"],
+        ["prompt tokens", f"{sofar['prompt_tokens']:,}"],
+        ["reused tokens", f"{sofar['reused_tokens']:,}"],
+        ["computed tokens", f"{sofar['computed_tokens']:,}"],
+        ["reused inside a block, by copy", f"{sofar['partial_reuses']:,}"],
+        ["suspended", f"{sofar['suspends']:,}"],
+        ["resumed", f"{sofar['resumes']:,}"],
+        ["resumed tokens", f"{sofar['resumed_tokens']:,}"],
+        ["recomputed tokens", f"{sofar['recomputed_tokens']:,}"],
+        ["forks", f"{sofar['forks']:,}"],
+        ["tokens from another process", f"{sofar['received_tokens']:,}"],
+        ["tokens handed to another process", f"{sofar['handed_tokens']:,}"],
     ]
     return (
         '<section class="wide" id="section-pages"><h2>Pages and sequences in all</h2>'
@@ -376,7 +390,7 @@ def _section(name: str, chart: Chart, about: str, more: str = "") -> str:
 
 
 def _moment(value: float) -> str:
-    return short(value) if value < 1000 else f"{value:,.0f}"
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
