@@ -68,8 +68,8 @@ class Residents(Books):
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points if self._has_states else ()
-                # Resuming at the end takes the next turn, resuming before it takes the same prompt once more.
-                sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
+                ends = self._policy.end_points(length, self._block)
+                sequence.points = sorted({*points, *ends}) if self._windows else []
         else:
             sequence.shares = False
         self._sequences[slot] = sequence
