@@ -135,7 +135,7 @@ def _frame(
     )
     height = (_TOP + low) / 2
     parts.append(
-        f'<text class="label" x="12" y="{height}" text-anchor="middle" transform="rotate(-90 12 {height})">'
+        f'<text class="label" x="16" y="{height}" text-anchor="middle" transform="rotate(-90 16 {height})">'
         f"{escape(chart.axis)}</text>"
     )
     return "".join(parts)
