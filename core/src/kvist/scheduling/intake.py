@@ -13,7 +13,7 @@ import numpy as np
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, KvistError, SpecError, StateError
 from kvist.plan import Shortage
-from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd
+from kvist.scheduling.admission import AdmissionPolicy, Watermark
 from kvist.scheduling.gate import Gate
 from kvist.scheduling.job import Job, State
 from kvist.scheduling.joint import Companion
@@ -54,7 +54,7 @@ class Intake(Generic[J]):
         self.stats = SchedulerStats()
         self._roster: Roster[J] = Roster()
         self._prefixes: Prefixes[J] = Prefixes(manager.layout.block_tokens)
-        self._gate = Gate(manager, companion, admission or ReserveToEnd())
+        self._gate = Gate(manager, companion, admission or Watermark())
         self._companion = companion
         self._remote = remote
         self._generated = generated
