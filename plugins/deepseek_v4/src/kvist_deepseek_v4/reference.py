@@ -162,7 +162,9 @@ class ReferenceBackend(AttentionBackend):
         scores = index_scores(query, inputs.index_weights[row.tokens], known)
         return select(scores, visible, inputs.topk)
 
-    def _attend(self, layer: LayerGeometry, row: StepRow, inputs: DeepseekV4Inputs, window: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: LayerGeometry, row: StepRow, inputs: DeepseekV4Inputs, window: torch.Tensor
+    ) -> torch.Tensor:
         """One sequence. window: ``[K, D]``, the last rows up to its last token. Returns ``[Q, heads, D]``."""
         query = inputs.query[row.tokens]
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -54,9 +54,7 @@ def replay_bound(spec: CacheSpec, length: int) -> int:
     right. All tokens, where the sequence is no longer."""
     shapes = layers_of(spec, "replay")
     window = max(shape.window for shape in shapes.values())
-    opened = [
-        length % shape.ratio + (shape.ratio if shape.overlap else 0) for shape in shapes.values() if shape.ratio
-    ]
+    opened = [length % shape.ratio + (shape.ratio if shape.overlap else 0) for shape in shapes.values() if shape.ratio]
     return min(length, (len(shapes) - 1) * (window - 1) + max(window - 1, *opened, 0))
 
 
