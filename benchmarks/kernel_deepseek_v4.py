@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from kernel_table import Kernel
+from kernel_case import Kernel
 
 from kvist.layout import Layout
 from kvist.memory.device import DeviceMemory
@@ -16,7 +16,7 @@ from kvist.step import Step
 
 
 @attrs.frozen
-class DeepseekSizes:
+class Sizes:
     """A batch of decoding sequences of ``context`` tokens, and one prompt's last chunk. The context is a multiple of
     128: every sequence closes a window of each kind."""
 
@@ -32,6 +32,19 @@ class DeepseekSizes:
     dtype: torch.dtype = torch.bfloat16
 
 
+TINY = Sizes(
+    context=256,
+    sequences=2,
+    chunk=5,
+    heads=4,
+    size=32,
+    rope=16,
+    index_heads=4,
+    index_size=32,
+    topk=8,
+    dtype=torch.float32,
+)
+
 #: Layers of the spec.
 _SPARSE, _HEAVY = 0, 1
 _RATIOS = {_SPARSE: 4, _HEAVY: 128}
@@ -40,7 +53,7 @@ _RATIOS = {_SPARSE: 4, _HEAVY: 128}
 class _Cache:
     """A cache full of random rows, with shuffled pages, and a step of the last ``queries`` tokens of each sequence."""
 
-    def __init__(self, device: torch.device, sizes: DeepseekSizes, sequences: int, queries: int) -> None:
+    def __init__(self, device: torch.device, sizes: Sizes, sequences: int, queries: int) -> None:
         from kvist_deepseek_v4.kernels.batch import Batch
         from kvist_deepseek_v4.rows import StreamRows
         from kvist_deepseek_v4.spec import cache_spec
@@ -91,9 +104,8 @@ class _Cache:
         return stream.views[0][table[sequence, rows // stream.block_rows], rows % stream.slots]
 
 
-def deepseek_v4(device: torch.device, sizes: DeepseekSizes | None = None) -> Iterator[Kernel]:
+def kernels(device: torch.device, sizes: Sizes) -> Iterator[Kernel]:
     """States, compressed rows, scores, selection and attention of a decoding batch, and attention of a chunk."""
-    sizes = sizes or DeepseekSizes()
     tolerance = 1e-4 if sizes.dtype == torch.float32 else 2e-2
     decode = _Cache(device, sizes, sizes.sequences, 1)
     yield _states(decode)

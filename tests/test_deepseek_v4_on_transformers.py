@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from deepseek_v4_models import build
+from everybody import Everybody
 
 from kvist.errors import SpecError
 from kvist_transformers import Engine, Request
@@ -63,7 +64,8 @@ def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
 
 def test_pauses_and_evictions(model, asked):
     """Room for little more than one request."""
-    with poisoned(Engine(model, memory="200KiB", block_tokens=16, max_batch_tokens=16, max_sequences=4)) as engine:
+    sizes = {"memory": "200KiB", "block_tokens": 16, "max_batch_tokens": 16, "max_sequences": 4}
+    with poisoned(Engine(model, **sizes, admission=Everybody())) as engine:
         done = engine.generate([Request(prompt, max_new_tokens=12) for prompt, _ in asked])
         assert [each.tokens.tolist() for each in done] == [expected for _, expected in asked]
         assert engine.stats.pauses > 0 and sum(group.evicted for group in engine.manager.stats().groups) > 0

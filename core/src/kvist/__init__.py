@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvist.errors import CapacityError as CapacityError
+    from kvist.errors import DeadlockError as DeadlockError
     from kvist.errors import KvistError as KvistError
     from kvist.errors import PluginError as PluginError
     from kvist.errors import RequestError as RequestError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "kvist.errors": (
         "CapacityError",
+        "DeadlockError",
         "KvistError",
         "PluginError",
         "RequestError",

@@ -33,6 +33,10 @@ class CapacityError(KvistError):
     """Something needs more pages than exist or than are free."""
 
 
+class DeadlockError(CapacityError):
+    """Every request waits for pages that nobody will give back."""
+
+
 class RequestError(KvistError):
     """One request is wrong (empty prompt, token out of range, ...); nothing else is affected."""
 

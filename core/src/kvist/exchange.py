@@ -34,6 +34,7 @@ class Exchange(Residents):
         states = self._handovers.lease_states(sequence)
         self._tally.catch_up((sequence,))
         self._publish_all(sequence)
+        self._tally.handed_tokens += computed
         hold = self._handovers.keep(sequence, computed, states)
         self._end(sequence)
         return hold

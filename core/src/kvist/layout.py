@@ -220,7 +220,7 @@ class Layout:
     @cached_property
     def sequence_bytes(self) -> int:
         """Bytes of pages of windows and states that a sequence of any length holds at most, token by token."""
-        return sum(self._most_pages(group, _FAR) * group.page_bytes for group in self.groups if group.sparse)
+        return sum(self.most_pages(group, _FAR) * group.page_bytes for group in self.groups if group.sparse)
 
     @cached_property
     def floor_slabs(self) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ class Layout:
         """
         pairs = list(batch)
         return {
-            group.name: sum(count * (self._most_pages(group, length) + 1) for length, count in pairs)
+            group.name: sum(count * (self.most_pages(group, length) + 1) for length, count in pairs)
             for group in self.groups
         }
 
@@ -319,25 +319,8 @@ class Layout:
         known = sorted({part.stream.name for _, part in parts if part.layer_id == layer_id})
         raise SpecError(f"layer {layer_id} has no stream {stream_name!r}", hint=f"it has {known or 'no streams'}")
 
-    def fits(self, length: int, spare_pages: int = 0) -> bool:
-        """Could a sequence of ``length`` tokens run, token by token, if it had the whole arena, with so many pages more
-        in each group?"""
-        return self._slabs_for(length, spare_pages) < self.slab_count
-
-    def require_fit(self, length: int) -> None:
-        """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
-        if not self.fits(length):
-            pages = {group.name: self._most_pages(group, length) for group in self.groups}
-            reserved = ", floors included" if any(self.floors) else ""
-            raise CapacityError(
-                f"{length} tokens never fit: they need {self._slabs_for(length) * self.slab_bytes} bytes ("
-                + ", ".join(f"{count} pages of group {name}" for name, count in pages.items())
-                + f"{reserved}) and the cache has {(self.slab_count - 1) * self.slab_bytes}",
-                hint="shorten the request or give the cache more memory",
-            )
-
-    def _most_pages(self, group: Group, length: int) -> int:
-        """Pages a sequence holds at most on its way to ``length`` tokens, computed one by one.
+    def most_pages(self, group: Group, length: int) -> int:
+        """Pages of ``group`` that a sequence holds at most on its way to ``length`` tokens, computed one by one.
 
         The peak comes when a block is opened, and comes back unchanged once the group drops blocks, so two blocks
         beyond the first drop are far enough.
@@ -357,9 +340,26 @@ class Layout:
                 break
         return most
 
+    def fits(self, length: int, spare_pages: int = 0) -> bool:
+        """Could a sequence of ``length`` tokens run, token by token, if it had the whole arena, with so many pages more
+        in each group?"""
+        return self._slabs_for(length, spare_pages) < self.slab_count
+
+    def require_fit(self, length: int) -> None:
+        """Raise CapacityError if a sequence of ``length`` tokens needs more than the whole arena."""
+        if not self.fits(length):
+            pages = {group.name: self.most_pages(group, length) for group in self.groups}
+            reserved = ", floors included" if any(self.floors) else ""
+            raise CapacityError(
+                f"{length} tokens never fit: they need {self._slabs_for(length) * self.slab_bytes} bytes ("
+                + ", ".join(f"{count} pages of group {name}" for name, count in pages.items())
+                + f"{reserved}) and the cache has {(self.slab_count - 1) * self.slab_bytes}",
+                hint="shorten the request or give the cache more memory",
+            )
+
     def _slabs_for(self, length: int, spare_pages: int = 0) -> int:
         return sum(
-            max(floor, ceil_div(self._most_pages(group, length) + spare_pages, self.slab_bytes // group.page_bytes))
+            max(floor, ceil_div(self.most_pages(group, length) + spare_pages, self.slab_bytes // group.page_bytes))
             for group, floor in zip(self.groups, self.floor_slabs)
         )
 

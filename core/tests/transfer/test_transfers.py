@@ -40,6 +40,33 @@ def test_a_request_goes_on_elsewhere(mix, chunk):
     nodes.drained()
 
 
+def test_a_session_that_ends_while_it_is_looked_at(monkeypatch):
+    """Another thread polls the transceiver: rows may come between any two looks, and are never forgotten."""
+    nodes = Nodes(MIXES["history"])
+    prefill, decode = nodes.prefill, nodes.decode
+    receiving = decode.receive("r", 17, prefill)
+    sequence = prefill.open(range(17))
+    prefill.prefill(sequence)
+    prefill.transfers.send("r", sequence)
+    take_in = decode.transfers._take_in
+
+    def slow(each):
+        take_in(each)
+        if receiving.outcome is None:
+            for _ in range(20):
+                prefill.transceiver.poll()
+                decode.transceiver.poll()
+                nodes.network.advance(0)
+
+    monkeypatch.setattr(decode.transfers, "_take_in", slow)
+    while receiving.outcome is None:
+        assert decode.transfers.poll() == []
+    nodes.run()
+    assert receiving.outcome.ok and receiving.sequence is not None
+    decode.close(receiving.sequence)
+    nodes.drained()
+
+
 @each_mix
 def test_second_turns_send_only_what_is_new(mix):
     nodes = Nodes(mix)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvist.errors import CapacityError, PluginError, RequestError, SpecError, StateError
+from kvist.errors import CapacityError, DeadlockError, PluginError, RequestError, SpecError, StateError
+from kvist.manager import Run
+from kvist.wishes import Wish, Wishes
 from kvist_transformers import Engine, Request, Sampling
 
 
@@ -360,6 +362,45 @@ def test_waiting_requests_can_be_cancelled(tiny, engines, prompts):
     while not engine.idle:
         engine.step()
     assert [handle.completion().finish_reason for handle in handles] == ["length", "cancelled", "length"]
+
+
+def test_priorities_go_first_and_wishes_reach_the_cache(tiny, greedy, engines, prompts):
+    model = tiny("llama")
+    engine = engines(model, max_sequences=1)
+    asked = prompts(4)
+    priorities = [0, -1, 0, 2]
+    wishes = Wishes(prompt=((0, 4, Wish(5)),))
+    handles = [
+        engine.submit(Request(prompt, max_new_tokens=3, priority=priority, wishes=wishes))
+        for prompt, priority in zip(asked, priorities)
+    ]
+    ended = []
+    while not engine.idle:
+        engine.step()
+        ended += [index for index, handle in enumerate(handles) if handle.done and index not in ended]
+    assert ended == [3, 0, 2, 1]
+    assert [handle.tokens.tolist() for handle in handles] == [greedy(model, prompt, 3) for prompt in asked]
+    assert engine.manager._tree.wished
+    with pytest.raises(RequestError, match="priority=11 is outside"):
+        engine.submit(Request([1], priority=11))
+
+
+def test_a_request_that_lacks_others_pages_says_so(tiny, engines):
+    """Somebody else holds most of the cache: an error that names that, and all goes on when they are gone."""
+    engine = engines(tiny("llama"), memory=10 * 8192, backend="torch-reference")
+    alien = engine.manager.open(np.arange(100, dtype=np.int32) % 97)
+    engine.manager.complete(engine.manager.plan([Run(alien, 100)]).commit())
+    handle = engine.submit(Request(np.arange(1, 41), max_new_tokens=4))
+
+    def finish():
+        while not handle.done:
+            engine.step()
+
+    with pytest.raises(DeadlockError, match=r"request 0 waits for pages: .*; others than its requests have 1 open"):
+        finish()
+    engine.manager.close(alien)
+    finish()
+    assert handle.completion().finish_reason == "length"
 
 
 def test_statistics_add_up(tiny, engines, prompts):

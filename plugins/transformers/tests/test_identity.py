@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from everybody import Everybody
 
 from kvist.layout import Layout
 from kvist.restore import RestorePolicy
 from kvist_transformers import Request, decoder_spec
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
-BACKENDS = ["torch-reference", "cpu"]
+BACKENDS = ["torch-reference", "cpu-torch", "cpu-native"]
 
 
 def memory_for(tokens, spec):
@@ -32,7 +33,7 @@ def run(engine, requests, rng, *, cancel=()):
         for index in cancel:
             if index < len(handles) and len(handles[index].tokens) > 2:
                 handles[index].cancel()
-        engine.max_batch_tokens = int(rng.integers(9, 40))
+        engine.scheduler.max_batch_tokens = int(rng.integers(9, 40))
         engine.step()
     engine.manager.check()
     return handles
@@ -87,7 +88,7 @@ def test_eviction_and_pauses_under_pressure(model_type, backend, tiny, greedy, e
     memory = memory_for(
         2 * longest if model_type == "llama" else longest, decoder_spec(model.config.to_dict(), block_tokens=4)
     )
-    engine = engines(model, backend=backend, block_tokens=4, memory=memory)
+    engine = engines(model, backend=backend, block_tokens=4, memory=memory, admission=Everybody())
     handles = run(engine, [Request(prompt, max_new_tokens=24) for prompt in asked], np.random.default_rng(0))
     assert [handle.tokens.tolist() for handle in handles] == expected
     stats = engine.manager.stats()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from everybody import Everybody
 
 from kvist_transformers import Request, Sampling
 from kvist_transformers.sampling import SamplingColumns, sample, uniforms
@@ -124,7 +125,7 @@ def test_one_seed_gives_one_text_alone_in_a_batch_and_after_a_pause(tiny, engine
         [alone] = engine.generate([request])
         assert alone.tokens.tolist() == tokens
     engine.close()
-    engine = engines(model, block_tokens=4, memory=30 * 2048, backend="torch-reference")
+    engine = engines(model, block_tokens=4, memory=30 * 2048, backend="torch-reference", admission=Everybody())
     squeezed = engine.generate(requests)
     assert engine.stats.pauses > 0
     assert [completion.tokens.tolist() for completion in squeezed] == together

@@ -159,8 +159,10 @@ class Transfers:
                     hold.release()
                 over.append(sending)
         for receiving in self._receiving:
+            # Asked once, before: another thread may end the session at any time.
+            quiescent = receiving.session.quiescent
             self._take_in(receiving)
-            if receiving.session.quiescent:
+            if quiescent:
                 if receiving._hold is not None:
                     receiving._hold.release()
                 over.append(receiving)

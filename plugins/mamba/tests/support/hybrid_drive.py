@@ -76,7 +76,7 @@ class WatchedEngine(Engine):
     def _recorded_forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         logits = self._forward(ids, positions, rows)
         step = self._current
-        jobs = {job.sequence.slot: job for job in self._scheduler.decode + self._scheduler.prefill}
+        jobs = {job.sequence.slot: job for job in self.scheduler.jobs() if job.sequence is not None}
         for values, token in zip(logits, rows.tolist()):
             row = int(np.searchsorted(step.query_starts, token, side="right")) - 1
             request = jobs[int(step.slots[row])].request

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvist.errors import StateError
+from kvist.scheduling import State
+from kvist_transformers.job import EngineJob
 from kvist_transformers.request import Completion, TokenArray
-from kvist_transformers.scheduling import Job
 
 
 class Owner(Protocol):
@@ -15,26 +16,26 @@ class Owner(Protocol):
     def cancel(self, handle: Handle) -> None:
         """End the handle's request now."""
 
-    def generated(self, job: Job) -> TokenArray:
+    def generated(self, job: EngineJob) -> TokenArray:
         """What a job has generated so far."""
 
 
 class Handle:
     """A submitted request, for its caller. Made by :meth:`Engine.submit`."""
 
-    def __init__(self, engine: Owner, job: Job) -> None:
+    def __init__(self, engine: Owner, job: EngineJob) -> None:
         self._engine = engine
         self._job = job
 
     @property
     def request_id(self) -> int:
         """Unique in its engine, in order of submission."""
-        return self._job.arrival
+        return self._job.number
 
     @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self._job.phase == "done"
+        return self._job.state is State.DONE
 
     @property
     def tokens(self) -> TokenArray:
@@ -49,14 +50,14 @@ class Handle:
         """The result. Raises StateError while the request runs."""
         job = self._job
         if job.finish_reason is None:
-            raise StateError(f"request {job.arrival} has not ended", hint="call engine.step() until handle.done")
+            raise StateError(f"request {job.number} has not ended", hint="call engine.step() until handle.done")
         return Completion(
-            job.arrival,
+            job.number,
             len(job.request.tokens),
             job.output,
             job.finish_reason,
             max(job.reused_tokens, 0),
             job.computed_tokens,
-            job.pauses,
+            job.pauses + job.suspensions,
             job.error,
         )

@@ -12,14 +12,12 @@ import numpy.typing as npt
 
 from kvist.errors import RequestError
 from kvist.spec import Scope
+from kvist.wishes import Wishes
 
 TokenArray = npt.NDArray[np.int32]
 
 #: Why a request ended.
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-#: Waiting for room or for another request's prefix, computing its prompt, generating, ended.
-Phase = Literal["waiting", "prefill", "decode", "done"]
 
 
 @attrs.frozen
@@ -74,6 +72,8 @@ class Request:
     max_new_tokens: most tokens to generate, at least 1.
     stop_token_ids: generation ends with the first of these; it is part of the output, as in transformers.
     scope: what beside the tokens makes content different; requests share prefixes only within equal scopes.
+    priority: from -10 to 10; a higher one goes first, as if it had come earlier.
+    wishes: how long its tokens should stay in the cache.
 
     Raises RequestError for tokens that are not a flat sequence of ints or a bad ``max_new_tokens``.
     """
@@ -83,6 +83,8 @@ class Request:
     sampling: Sampling = attrs.field(factory=Sampling)
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)
     scope: Scope = attrs.field(factory=Scope)
+    priority: int = 0
+    wishes: Wishes | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -60,12 +60,28 @@ class SlotTable:
         """The sampling parameters of some rows."""
         return self._sampling.take(slots)
 
-    def append(self, slots: Slots, tokens: TokenArray) -> npt.NDArray[np.bool_]:
-        """Add one token to each row. Returns which rows have ended, by a stop token or by their limit."""
+    def append(self, slots: Slots, tokens: TokenArray) -> None:
+        """Add one token to each row."""
         self.output[slots, self.count[slots]] = tokens
         self.count[slots] += 1
         self.last[slots] = tokens
-        return self.stopped(slots) | (self.count[slots] >= self.limit[slots])
+
+    def extend(self, slot: int, tokens: TokenArray) -> int:
+        """Add tokens to a row that has not ended, up to the one with which it ends. Returns how many."""
+        tokens = tokens[: int(self.limit[slot] - self.count[slot])]
+        stops = np.flatnonzero(np.isin(tokens, self._stop[slot]))
+        if len(stops):
+            tokens = tokens[: int(stops[0]) + 1]
+        begin = int(self.count[slot])
+        self.output[slot, begin : begin + len(tokens)] = tokens
+        self.count[slot] += len(tokens)
+        self.last[slot] = tokens[-1]
+        return len(tokens)
+
+    def ended(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which rows have ended, by a stop token or by their limit."""
+        ended: npt.NDArray[np.bool_] = self.stopped(slots) | (self.count[slots] >= self.limit[slots])
+        return ended
 
     def stopped(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether the newest token of each row is one of its stop tokens."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from kvist.errors import CapacityError, RequestError
-from kvist.layout import Layout
-from kvist.manager import Shortage
+from kvist.errors import RequestError
+from kvist.spec import CacheSpec
 from kvist_transformers.request import Completion, Request
 
 
-def check_request(request: Request, layout: Layout) -> None:
+def check_request(request: Request, spec: CacheSpec) -> None:
     """Raises RequestError for an empty prompt, a token id outside the vocabulary or more tokens than the model has
-    positions, CapacityError when an empty cache could not hold the request to its end.
+    positions.
     """
-    tokens, spec = request.tokens, layout.spec
+    tokens = request.tokens
     if not len(tokens):
         raise RequestError("the prompt is empty", hint="send at least one token, e.g. the model's start token")
     end = np.iinfo(np.int32).max if spec.vocab_size is None else spec.vocab_size
@@ -35,16 +32,6 @@ def check_request(request: Request, layout: Layout) -> None:
             f"the model has {spec.max_tokens}",
             hint="shorten the prompt or lower max_new_tokens",
         )
-    layout.require_fit(length)
-
-
-def shortage_error(layout: Layout, shortages: Sequence[Shortage]) -> CapacityError:
-    """For a request that lacks pages although it runs alone."""
-    lacking = "; ".join(map(str, shortages))
-    return CapacityError(
-        f"one request alone does not fit a cache of {layout.arena_bytes} bytes: {lacking}",
-        hint="give the engine more memory",
-    )
 
 
 def refused(request: Request, error: Exception) -> Completion:

@@ -1,4 +1,4 @@
-"""What an entry of ``kernels.py`` is."""
+"""One kernel to measure beside something that gives the same."""
 
 from __future__ import annotations
 

@@ -1,0 +1,25 @@
+"""A request inside the engine: what the scheduler knows of it, and what only the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+
+from kvist.scheduling import Job
+from kvist_transformers.request import FinishReason, Request, TokenArray
+
+
+@attrs.define(eq=False, kw_only=True)
+class EngineJob(Job):
+    """slot: its row of the slot table from its first token on, otherwise -1. output: what it has generated, once it has
+    ended. delivered: how many tokens its ``on_tokens`` was given."""
+
+    request: Request
+    seed: int
+    on_tokens: Callable[[EngineJob, TokenArray], None] | None = None
+    slot: int = attrs.field(default=-1, init=False)
+    delivered: int = attrs.field(default=0, init=False)
+    output: TokenArray = attrs.field(factory=lambda: np.zeros(0, np.int32), init=False)
+    finish_reason: FinishReason | None = attrs.field(default=None, init=False)
