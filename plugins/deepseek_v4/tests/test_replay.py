@@ -26,7 +26,7 @@ PRO = {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": 
 
 @pytest.mark.parametrize(("config", "bound"), [(FLASH, 5461), (PRO, 7747)], ids=["flash", "pro"])
 def test_what_it_costs(config, bound):
-    """Published: 5,461 and 7,747 tokens. A page of a window of 128 begins one token earlier than what resuming needs."""
+    """Published: 5,461 and 7,747 tokens. A page of a window of 128 begins one token before what resuming needs."""
     layers = config["num_hidden_layers"]
     spec = cache_spec(config, dtype="bfloat16")
     assert replay_bound(spec, 1 << 20) == bound == (layers - 1) * 127 + 127

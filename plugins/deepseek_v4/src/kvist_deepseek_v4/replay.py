@@ -1,10 +1,10 @@
 """Windows and states computed again where only the history is left, exactly.
 
-When pages of windows and states are evicted and compressed rows stay, a hit ends at an earlier restore point, or is none.
-:class:`Replay` can rebuild them, at a cost that it tells beforehand: it runs the model over the last tokens of what is
-known, with nothing before them but the surviving rows, which it reads and never writes. The first of these tokens come
-out wrong, as their windows are empty; the error is gone after as many tokens as windows of all layers reach, and
-only what comes after that is kept. Nothing is approximated.
+When pages of windows and states are evicted and compressed rows stay, a hit ends at an earlier restore point, or is
+none. :class:`Replay` can rebuild them, at a cost that it tells beforehand: it runs the model over the last tokens of
+what is known, with nothing before them but the surviving rows, which it reads and never writes. The first of these
+tokens come out wrong, as their windows are empty; the error is gone after as many tokens as the windows of all layers
+reach, and only what comes after that is kept. Nothing is approximated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvist_deepseek_v4.geometry import LayerGeometry, layers_of
 from kvist_deepseek_v4.reference import ReferenceBackend, Series, StepRow
 from kvist_deepseek_v4.rows import StreamRows
 
-#: Computes the model's layers with a backend that has begun the step: ``(backend, token ids, positions)``, int64 tensors
-#: ``[T]``. What comes out is of no interest.
+#: Computes the model's layers with a backend that has begun the step: ``(backend, token ids, positions)``, int64
+#: tensors ``[T]``. What comes out is of no interest.
 Run = Callable[[AttentionBackend, torch.Tensor, torch.Tensor], Any]
 
 _SCOPE = Scope()

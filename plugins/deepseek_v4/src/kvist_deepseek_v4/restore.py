@@ -49,9 +49,9 @@ def needs_state(spec: CacheSpec, length: int) -> frozenset[int]:
 
 
 def replay_bound(spec: CacheSpec, length: int) -> int:
-    """The fewest tokens before ``length`` that rebuild all windows and states there exactly, from nothing but compressed
-    and index rows: a layer's rows are wrong as far as a window reaches behind the first one that the layer below has
-    right. All tokens, where the sequence is no longer."""
+    """The fewest tokens before ``length`` that rebuild all windows and states there exactly, from nothing but
+    compressed and index rows: a layer's rows are wrong as far as a window reaches behind the first one that the layer
+    below has right. All tokens, where the sequence is no longer."""
     shapes = layers_of(spec, "replay")
     window = max(shape.window for shape in shapes.values())
     opened = [length % shape.ratio + (shape.ratio if shape.overlap else 0) for shape in shapes.values() if shape.ratio]
