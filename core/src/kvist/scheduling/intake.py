@@ -90,6 +90,11 @@ class Intake(Generic[J]):
         self._roster.enter(job)
         self.stats.submitted += 1
 
+    def watch(self, moved: Callable[[J], None]) -> None:
+        """Call ``moved`` with every job that comes into another state from now on, in the midst of what moves it: it
+        may look at the job's state and nothing else."""
+        self._roster.watch = moved
+
     def finish(self, job: J) -> None:
         """End a job in whatever state it is; what it computed stays reusable. Not between ``turn`` and ``complete`` for
         a job that computes. Idempotent."""
@@ -138,6 +143,16 @@ class Intake(Generic[J]):
     def idle(self) -> bool:
         """Has every job ended?"""
         return self._roster.idle
+
+    @property
+    def running_count(self) -> int:
+        """Jobs that hold memory."""
+        return self._roster.holding_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Jobs that hold none."""
+        return len(self._roster.queue) + len(self._roster.deferred)
 
     @property
     def decoding(self) -> SequenceOf[J]:
