@@ -9,6 +9,7 @@ import numpy as np
 from kvist.step import IntArray
 from kvist.wishes import NO_WISH
 
+
 class Extent:
     """``length`` tokens from position ``start`` of every sequence below it, with one page id per block and group.
 
