@@ -16,8 +16,8 @@ from kvist.wishes import Wishes
 
 TokenArray = npt.NDArray[np.int32]
 
-#: Why a request ended.
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+#: Why a request ended; ``"moved"``: it goes on in another process.
+FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
 
 @attrs.frozen
