@@ -22,7 +22,7 @@ from kvist_transformers.checks import check_request, refused
 from kvist_transformers.handle import Handle
 from kvist_transformers.job import EngineJob
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
-from kvist_transformers.sampling import sample
+from kvist_transformers.sampling import sample, token_logprobs
 from kvist_transformers.slots import SlotTable
 from kvist_transformers.stats import EngineStats
 from kvist_transformers.units import parse_bytes
@@ -236,6 +236,7 @@ class Engine:
             for job in ready:
                 if job.slot < 0:
                     job.slot = self._slots.take(job.request, job.seed)
+                    job.logprobs = self._slots.logprobs[job.slot]
         if len(logit_rows):
             self._sample(logits, np.concatenate([decode_slots, np.array([job.slot for job in ready], np.int64)]))
 
@@ -268,6 +269,9 @@ class Engine:
         """Next token of every row that has logits."""
         with self.stats.timed("sample_ns"):
             tokens = sample(logits, self._slots.sampling(slots), self._slots.count[slots])
+            wanted = np.flatnonzero(self._slots.top_logprobs[slots] >= 0)
+            if len(wanted):
+                self._note_logprobs(logits, tokens, slots, wanted)
         with self.stats.timed("complete_ns"):
             ended = self._slots.append(slots, tokens)
             self.stats.generated_tokens += len(tokens)
@@ -276,6 +280,15 @@ class Engine:
                 stopped = self._slots.stopped(slots)
                 for row in np.flatnonzero(ended).tolist():
                     self._finish(by_slot[int(slots[row])], "stop" if stopped[row] else "length")
+
+    def _note_logprobs(
+        self, logits: torch.Tensor, tokens: TokenArray, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> None:
+        """For the rows that ask for them; the others pay nothing."""
+        index = torch.from_numpy(rows).to(logits.device)
+        found = token_logprobs(logits[index], tokens[rows], self._slots.top_logprobs[slots[rows]])
+        for slot, logprobs in zip(slots[rows].tolist(), found):
+            self._slots.logprobs[slot].append(logprobs)
 
     def _deliver(self) -> None:
         for job in list(self._listeners):

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist_transformers.request import Request, TokenArray
-from kvist_transformers.sampling import SamplingColumns
+from kvist_transformers.sampling import SamplingColumns, TokenLogprobs
 
 Slots = npt.NDArray[np.int64]
 
@@ -15,7 +15,8 @@ class SlotTable:
     """One row per running request; a row is taken when a request is admitted for the first time and kept to its end.
 
     output: int32 ``[slots, width]``, generated tokens. count: how many of them. limit: most of them.
-    last: int64, the newest token, which the next step computes.
+    last: int64, the newest token, which the next step computes. top_logprobs: int64, how many alternatives are wanted
+    with each token, -1 where no logarithms are. logprobs: those of each row's tokens, kept by whoever has the row.
     """
 
     def __init__(self, slot_count: int) -> None:
@@ -24,6 +25,8 @@ class SlotTable:
         self.count = np.zeros(slot_count, np.int64)
         self.limit = np.zeros(slot_count, np.int64)
         self.last = np.zeros(slot_count, np.int64)
+        self.top_logprobs = np.full(slot_count, -1, np.int64)
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(slot_count)]
         self._stop = np.full((slot_count, 1), -1, np.int32)
         self._sampling = SamplingColumns(
             temperature=np.zeros(slot_count, np.float64),
@@ -44,6 +47,8 @@ class SlotTable:
         self._stop = _widened(self._stop, len(request.stop_token_ids), -1)
         self.count[slot] = 0
         self.limit[slot] = request.max_new_tokens
+        self.top_logprobs[slot] = -1 if request.logprobs is None else request.logprobs
+        self.logprobs[slot] = []
         self._stop[slot] = -1
         self._stop[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
         self._sampling.temperature[slot] = request.sampling.temperature
