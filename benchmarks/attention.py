@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from records import Figure
 
 from kvist.attention.base import BackendContext
-from kvist.attention.cpu import CpuBackend
 from kvist.attention.gqa import GQAInputs
 from kvist.layout import Layout
 from kvist.memory.device import DeviceMemory
 from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream
 from kvist.step import Step
+from kvist_attention_cpu.backend import NativeCpuBackend
 
 FIGURES = ("attention.decode_fp32", "attention.decode_bf16")
 PEER = "torch SDPA, contiguous"
@@ -41,11 +41,11 @@ def kvist_decode(
     row = RowFormat((HEADS, HEAD_SIZE), str(dtype).removeprefix("torch."))
     streams = (Stream("k", row, History()), Stream("v", row, History()))
     spec = CacheSpec((Layer(0, streams),), BLOCK_TOKENS, "benchmark")
-    arrangement = CpuBackend.page_layout(spec)
+    arrangement = NativeCpuBackend.page_layout(spec)
     blocks = SEQUENCES * LENGTH // BLOCK_TOKENS
     page_bytes = Layout.build(spec, 1 << 32, arrangement).groups[0].page_bytes
     memory = DeviceMemory(Layout.build(spec, page_bytes * (blocks + 2), arrangement))
-    backend = CpuBackend(BackendContext(memory))
+    backend = NativeCpuBackend(BackendContext(memory))
     table = (np.random.default_rng(0).permutation(blocks) + 1).astype(np.int32).reshape(SEQUENCES, -1)
     slots = np.arange(SEQUENCES, dtype=np.int32)
 

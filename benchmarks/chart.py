@@ -1,4 +1,4 @@
-"""Line charts with logarithmic axes as SVG text; no plotting library."""
+"""Line charts as SVG text; no plotting library."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class Line:
 
 @attrs.frozen
 class Panel:
-    """One chart, both axes logarithmic."""
+    """One chart, both axes logarithmic, or both linear. key_at_bottom: where the lines' names stand."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
+    linear: bool = False
+    key_at_bottom: bool = False
 
 
 class _Axis:
@@ -57,6 +59,27 @@ class _Axis:
         return [(_short(10.0**power), self.place(10.0**power)) for power in range(self.low, self.high + 1)]
 
 
+class _LinearAxis:
+    """The same without logarithms, with about five round values marked, the outer ones at the ends."""
+
+    def __init__(self, values: Iterable[float], begin: float, end: float) -> None:
+        low, high = min(found := list(values)), max(found)
+        rough = (high - low) / 4 or 1.0
+        unit = 10.0 ** math.floor(math.log10(rough))
+        self.step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+        self.low, self.high = math.floor(low / self.step), math.ceil(high / self.step)
+        self.high = max(self.high, self.low + 1)
+        self.begin, self.end = begin, end
+
+    def place(self, value: float) -> float:
+        share = (value / self.step - self.low) / (self.high - self.low)
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+    def ticks(self) -> list[tuple[str, float]]:
+        marked = [number * self.step for number in range(self.low, self.high + 1)]
+        return [(f"{value:.6g}", self.place(value)) for value in marked]
+
+
 def _short(value: float) -> str:
     """1000 -> 1k."""
     for unit, suffix in ((1e6, "M"), (1e3, "k")):
@@ -70,8 +93,9 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def _panel(panel: Panel, left: float) -> list[str]:
-    x = _Axis((x for line in panel.lines for x, _ in line.points), left + _LEFT, left + _LEFT + _WIDTH)
-    y = _Axis((y for line in panel.lines for _, y in line.points), _TOP + _HEIGHT, _TOP)
+    axis = _LinearAxis if panel.linear else _Axis
+    x = axis((x for line in panel.lines for x, _ in line.points), left + _LEFT, left + _LEFT + _WIDTH)
+    y = axis((y for line in panel.lines for _, y in line.points), _TOP + _HEIGHT, _TOP)
     middle = left + _LEFT + _WIDTH / 2
     upright = f"translate({left + 16},{_TOP + _HEIGHT / 2}) rotate(-90)"
     parts = [
@@ -91,7 +115,7 @@ def _panel(panel: Panel, left: float) -> list[str]:
         places = [(x.place(a), y.place(b)) for a, b in line.points]
         parts.append(f'<polyline {stroke} points="{" ".join(f"{a},{b}" for a, b in places)}"/>')
         parts += [f'<circle cx="{a}" cy="{b}" r="3" fill="{_COLOURS[line.colour]}"/>' for a, b in places]
-        key = y.end + 18 + 17 * number
+        key = (y.begin - 10 - 17 * len(panel.lines) if panel.key_at_bottom else y.end) + 18 + 17 * number
         parts.append(f'<polyline {stroke} points="{x.begin + 10},{key - 4} {x.begin + 38},{key - 4}"/>')
         parts.append(_text(x.begin + 44, key, line.name))
     return parts

@@ -8,8 +8,9 @@ them stands what a scheduler charges that counts every row of every kind for eve
 TensorRT-LLM's does for a prompt.
 
 `deepseek.reuse_of_all_tails` replays the agentic trace on V4-Flash's cache without a limit of memory, with what windows
-and states need kept at ends, branches and every 512 blocks, and beside it with all of it kept at every block:
-`deepseek.tail_bytes_of_all_tails` is what it then holds of the latter's bytes.
+and states need kept at ends in whole blocks, branches and every 512 blocks, and beside it with all of it kept at every
+block: `deepseek.tail_bytes_of_all_tails` is what it then holds of the latter's bytes. The trade between the two is
+drawn as an SVG file (--chart).
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import chart
 import harness
 import numpy as np
 import synthetic
+from chart import Line, Panel
 from records import Figure
 
 from kvist.layout import Layout
@@ -44,8 +47,10 @@ _SUPPORT = Path(__file__).resolve().parent.parent / "plugins" / "deepseek_v4" / 
 _BLOCK_TOKENS = 128
 #: More than the trace can fill.
 _NO_LIMIT = 1 << 42
-#: Blocks between regular restore points.
+#: Blocks between regular restore points: in the figures, and in the chart.
 _EVERY = 512
+_INTERVALS = (None, 512, 256, 128, 64, 32)
+CHART = Path(__file__).resolve().parent.parent / "results" / "deepseek_v4.svg"
 
 #: The released schedules, with the multi-token prediction layer's ratio at the end.
 MODELS: dict[str, dict[str, Any]] = {
@@ -118,10 +123,10 @@ def sizes() -> Iterator[Figure]:
         )
 
 
-def replayed(requests: Sequence[TraceRequest], every_blocks: int | None) -> tuple[ReplayResult, int]:
+def replayed(requests: Sequence[TraceRequest], policy: RestorePolicy) -> tuple[ReplayResult, int]:
     """The trace, and the bytes of windows and states that are cached at its end."""
     layout = Layout.build(_spec("V4-Flash"), _NO_LIMIT)
-    manager = PagedCacheManager(layout, RestorePolicy(every_blocks))
+    manager = PagedCacheManager(layout, policy)
     result = Engine(manager, concurrency=4, chunk_tokens=8192).run(requests)
     assert result.stats is not None
     kept = {group.name: group for group in result.stats.groups}
@@ -136,29 +141,48 @@ def reuse(options: argparse.Namespace) -> list[Figure]:
         return [Figure(figure=name, value=None, unit="%", note=why) for name in FIGURES[3:]]
     if options.quick:
         requests = requests[:150]
-    every, all_tails = replayed(requests, 1)
+    every, all_tails = replayed(requests, RestorePolicy(1))
     harness.progress("| restore points | reused | of all tails | tails | of all tails |\n|---|--:|--:|--:|--:|")
-    found = {1: (100.0, 100.0)}
-    for blocks in (1, _EVERY) if options.quick else (1, 16, 128, _EVERY, None):
-        result, tails = (every, all_tails) if blocks == 1 else replayed(requests, blocks)
-        share, size = 100 * result.reused_tokens / every.reused_tokens, 100 * tails / all_tails
-        if blocks is not None:
-            found[blocks] = share, size
-        points = "ends and branches" if blocks is None else f"and every {blocks} blocks"
-        harness.progress(
-            f"| {points} | {100 * result.hit_rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |"
-        )
-    share, size = found[_EVERY]
-    note = f"restore points at ends, branches and every {_EVERY} blocks of {_BLOCK_TOKENS} tokens"
+    harness.progress(f"| every block | {100 * every.hit_rate:.1f} % | 100 % | {all_tails / 2**30:,.1f} GiB | 100 % |")
+    found: dict[tuple[bool, int | None], tuple[float, float]] = {}
+    for whole in (True,) if options.quick else (False, True):
+        for blocks in (_EVERY,) if options.quick else _INTERVALS:
+            result, tails = replayed(requests, RestorePolicy(blocks, whole))
+            share, size = 100 * result.reused_tokens / every.reused_tokens, 100 * tails / all_tails
+            found[whole, blocks] = size, share
+            points = ("ends in whole blocks" if whole else "ends") + (f", every {blocks} blocks" if blocks else "")
+            rate = 100 * result.hit_rate
+            harness.progress(f"| {points} | {rate:.1f} % | {share:.1f} % | {tails / 2**30:,.1f} GiB | {size:.1f} % |")
+    if not options.quick:
+        draw(options.chart, found)
+    size, share = found[True, _EVERY]
+    note = f"restore points at ends in whole blocks, branches and every {_EVERY} blocks of {_BLOCK_TOKENS} tokens"
     return [
         Figure(figure=FIGURES[3], value=share, unit="% of tokens", target=95.0, note=note),
         Figure(figure=FIGURES[4], value=size, unit="% of bytes", at_most=5.0, note=note),
     ]
 
 
+def draw(path: Path, found: dict[tuple[bool, int | None], tuple[float, float]]) -> None:
+    """What each restore policy reuses, over what it keeps."""
+    names = {True: "ends in whole blocks", False: "ends inside blocks, too"}
+    lines = [
+        Line(name, [found[whole, blocks] for blocks in _INTERVALS], colour)
+        for colour, (whole, name) in enumerate(names.items())
+    ]
+    title = "Restore points every 512, 256, 128, 64, 32 blocks, left: never"
+    labels = "bytes of tails, % of all", "tokens reused, % of what all tails bring"
+    chart.write(path, [Panel(title, *labels, lines, linear=True, key_at_bottom=True)])
+    harness.progress(f"written: {path}")
+
+
 def measure(options: argparse.Namespace) -> list[Figure]:
     return [error(options.quick), *sizes(), *reuse(options)]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chart", type=Path, metavar="FILE", default=CHART, help="default: results/deepseek_v4.svg")
+
+
 if __name__ == "__main__":
-    sys.exit(harness.run(__file__, __doc__, FIGURES, measure))
+    sys.exit(harness.run(__file__, __doc__, FIGURES, measure, add_options))

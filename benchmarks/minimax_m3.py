@@ -26,7 +26,6 @@ import torch
 from records import Figure
 
 from kvist.attention.base import AttentionBackend, BackendContext
-from kvist.attention.cpu import CpuBackend
 from kvist.attention.families import Backends, page_layout
 from kvist.attention.gqa import GQAInputs
 from kvist.layout import Layout
@@ -34,6 +33,7 @@ from kvist.manager import PagedCacheManager, Run
 from kvist.memory.device import DeviceMemory
 from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream
 from kvist.step import Step
+from kvist_attention_cpu.backend import NativeCpuBackend
 from kvist_minimax_m3 import reference
 from kvist_minimax_m3.inputs import SparseInputs
 from kvist_minimax_m3.selection import Selection
@@ -198,7 +198,7 @@ def timing_scores() -> Iterator[Clock]:
 
 def cost(options: argparse.Namespace) -> Figure:
     harness.progress(f"cost: filling two layers of {LONG} tokens")
-    sparse, dense = decoding(reference.ReferenceBackend, sparse=True), decoding(CpuBackend, sparse=False)
+    sparse, dense = decoding(reference.ReferenceBackend, sparse=True), decoding(NativeCpuBackend, sparse=False)
     ours: dict[int, list[float]] = {SHORT: [], LONG: []}
     scores: dict[int, list[float]] = {SHORT: [], LONG: []}
     theirs: dict[int, list[float]] = {SHORT: [], LONG: []}

@@ -21,6 +21,7 @@ from kvist.ledger import Ledger
 from kvist.owed import Owed
 from kvist.plan import Plan, Shortage
 from kvist.policies import EvictionPolicy
+from kvist.prefix.branches import Branch, largest_branches
 from kvist.prefix.match import Match, find
 from kvist.prefix.tree import PrefixTree
 from kvist.publish import Publisher
@@ -125,6 +126,9 @@ class Books:
         self._ledger.note_peaks(self._tree.idle_blocks)
         tally = self._tally
         tally.catch_up(self._sequences.values())
+        copying = self._handovers.copying
+        if self._lower is not None:
+            copying = [here + below for here, below in zip(copying, self._lower.device.copying)]
         return ManagerStats(
             tally.requests,
             tally.prompt_tokens,
@@ -137,10 +141,17 @@ class Books:
             tally.steps,
             len(self._sequences),
             self._tree.extent_count,
-            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved),
+            group_stats(self.layout, self._ledger, self._tree.idle_blocks, tally, self._defragmenter.moved, copying),
             () if self._lower is None else self._lower.stats(tally),
             tally.received_tokens,
+            tally.handed_tokens,
+            tally.partial_reuses,
+            tally.suspends,
+            tally.recomputed_tokens,
         )
+
+    def branches(self, limit: int = 40) -> list[Branch]:
+        return largest_branches(self._tree, limit)
 
     def _changed(self) -> None:
         self._epoch += 1

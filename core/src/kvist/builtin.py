@@ -16,7 +16,7 @@ _GQA_FEATURES = frozenset({"window", "sink_tokens", "sink_logits", "softcap"})
 
 @hookimpl
 def kvist_attention_backends() -> list[AttentionBackendInfo]:
-    """The reference, which runs anywhere, and the backend that is fast on a CPU."""
+    """Fallbacks that need torch and nothing else: the reference, and what is faster on a CPU."""
     return [
         AttentionBackendInfo(
             name="torch-reference",
@@ -25,17 +25,18 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             dtypes=(ANY,),
             families=("gqa",),
             features=_GQA_FEATURES,
+            priority=-20,
             install_hint=_INSTALL_HINT,
             requires=("torch",),
         ),
         AttentionBackendInfo(
-            name="cpu",
-            factory="kvist.attention.cpu:CpuBackend",
+            name="cpu-torch",
+            factory="kvist.attention.gather:TorchCpuBackend",
             devices=("cpu",),
             dtypes=("float32", "bfloat16", "float16"),
             families=("gqa",),
             features=_GQA_FEATURES,
-            priority=10,
+            priority=-10,
             install_hint=_INSTALL_HINT,
             requires=("torch",),
         ),

@@ -167,12 +167,24 @@ def _provides(plugin: LoadedPlugin) -> dict[str, list[str]]:
     }
 
 
+def _unavailable(plugin: LoadedPlugin) -> dict[str, str]:
+    """Why some of the plugin's backends cannot run here, by name."""
+    return {info.name: info.unavailable for info in plugin.attention_backends if info.unavailable}
+
+
+def _shown(plugin: LoadedPlugin) -> str:
+    reasons = _unavailable(plugin)
+    names = (name for names in _provides(plugin).values() for name in names)
+    return ", ".join(f"{name} (unavailable: {reasons[name]})" if name in reasons else name for name in names)
+
+
 def _problems(found: PluginPlan, clash: str) -> list[str]:
     return [f"{problem.message}\nhint: {problem.hint}" for problem in found.problems] + ([clash] if clash else [])
 
 
 def _as_json(loaded: LoadedPlugins, clash: str) -> dict[str, Any]:
     provided = {plugin.record.name: _provides(plugin) for plugin in loaded.plugins}
+    unavailable = {plugin.record.name: _unavailable(plugin) for plugin in loaded.plugins}
     return {
         "kvist": loaded.plan.core_version,
         "hook_version": list(SPEC_VERSION),
@@ -188,6 +200,7 @@ def _as_json(loaded: LoadedPlugins, clash: str) -> dict[str, Any]:
                 "reason": record.reason,
                 "hooks": list(record.hooks),
                 "provides": provided.get(record.name) if record.status == "loaded" else None,
+                "unavailable": unavailable.get(record.name, {}),
             }
             for record in loaded.plan.records
         ],
@@ -201,10 +214,7 @@ def _print_table(loaded: LoadedPlugins, clash: str, *, imported: bool) -> None:
     from rich.text import Text
 
     colours = {"loaded": "green", "ready": "green", "disabled": "dim"}
-    provided = {
-        plugin.record.name: ", ".join(name for names in _provides(plugin).values() for name in names)
-        for plugin in loaded.plugins
-    }
+    provided = {plugin.record.name: _shown(plugin) for plugin in loaded.plugins}
     table = Table(title=f"kvist {loaded.plan.core_version}, hook version {_dotted(SPEC_VERSION)}")
     for heading in ("plugin", "distribution", "version", "hooks", "status", "provides" if imported else "reason"):
         table.add_column(heading, overflow="fold")

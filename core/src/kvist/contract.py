@@ -14,6 +14,7 @@ from kvist.events import Listener
 from kvist.handover import Hold, Landing
 from kvist.layout import Layout
 from kvist.plan import Plan, Run
+from kvist.prefix.branches import Branch
 from kvist.sequence import Sequence
 from kvist.spec import Scope
 from kvist.stats import Cleared, ManagerStats
@@ -185,4 +186,9 @@ class CacheManager(Protocol):
         """
 
     def stats(self) -> ManagerStats:
-        """Numbers so far."""
+        """Numbers so far. Takes time in proportion to groups, open sequences and copies, not to pages."""
+
+    def branches(self, limit: int = ...) -> list[Branch]:
+        """The ``limit`` largest branches of what can be found on the device, parents before their children, larger
+        ones first. Changes nothing; takes time in proportion to the extents. Raises RequestError for a limit below 1.
+        """

@@ -34,6 +34,7 @@ class Exchange(Residents):
         states = self._handovers.lease_states(sequence)
         self._tally.catch_up((sequence,))
         self._publish_all(sequence)
+        self._tally.handed_tokens += computed
         hold = self._handovers.keep(sequence, computed, states)
         self._end(sequence)
         return hold
@@ -87,7 +88,8 @@ class Exchange(Residents):
             length = sequence.prompt_length
             points = self._policy.prompt_points(length, sequence.reused, landing.length, self._block)
             sequence.chunk_ends = points if self._has_states else ()
-            sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
+            ends = self._policy.end_points(length, self._block)
+            sequence.points = sorted({*points, *ends}) if self._windows else []
         self._publisher.publish(sequence, ended=False)
         if self._sparse:
             self._drop(sequence)

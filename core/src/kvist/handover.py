@@ -14,7 +14,7 @@ from kvist.prefix.extent import Extent
 from kvist.prefix.tree import PrefixTree
 from kvist.sequence import Sequence, Tables
 from kvist.step import NO_PAGE, IntArray, present
-from kvist.tiers.level import Pin
+from kvist.tiers.level import Pin, pinned
 
 
 @attrs.define(eq=False)
@@ -85,6 +85,11 @@ class Handovers:
     def held(self) -> Iterator[Extent]:
         """Extents that holds keep."""
         return (pin.extent for pin in self.pins if pin.extent is not None)
+
+    @property
+    def copying(self) -> list[int]:
+        """Pages per group that holds keep, a page once for each."""
+        return pinned(self.pins, len(self._groups))
 
     def touched(self) -> Iterator[tuple[int, IntArray]]:
         """Groups and pages that others read or write, and which must stay where they are."""

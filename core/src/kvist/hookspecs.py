@@ -9,7 +9,7 @@ A plugin module looks like this, and imports neither torch nor triton when it is
 
     @hookimpl
     def kvist_cache_managers():
-        return [CacheManagerInfo(name="mamba", model_types=("mamba2",), spec_factory="kvist_mamba.spec:cache_spec")]
+        return [CacheManagerInfo(name="acme", model_types=("acme",), spec_factory="kvist_acme.spec:cache_spec")]
 
 Hooks take plain positional parameters only: no defaults, no keyword-only ones (pluggy 1.6 and 1.7 treat them
 differently), no wrappers. They are called at configuration time and never on a hot path.

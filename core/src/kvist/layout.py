@@ -205,6 +205,23 @@ class Layout:
         """Share of a slab lost to padding, for the worst group."""
         return max(group.padding_fraction for group in self.groups)
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of rows that one more token adds to the history in the long run."""
+        streams = [part.stream for group in self.groups if not group.sparse for part in group.parts]
+        return sum(stream.row.row_bytes / stream.tokens_per_row for stream in streams)
+
+    @property
+    def token_padding_bytes(self) -> float:
+        """Bytes that pages of the history have beyond that, per token: what fills up rows, parts and pages."""
+        pages = sum(group.page_bytes for group in self.groups if not group.sparse)
+        return pages / self.block_tokens - self.token_bytes
+
+    @cached_property
+    def sequence_bytes(self) -> int:
+        """Bytes of pages of windows and states that a sequence of any length holds at most, token by token."""
+        return sum(self.most_pages(group, _FAR) * group.page_bytes for group in self.groups if group.sparse)
+
     @cached_property
     def floor_slabs(self) -> tuple[int, ...]:
         """Slabs that hold each group's floor."""

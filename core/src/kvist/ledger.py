@@ -114,7 +114,7 @@ class Ledger:
 
     def free_count(self, group: int) -> int:
         """Pages the group could take now without evicting, slabs that no group owns included."""
-        return self.arena.free_count[group] + len(self.arena.unowned_pages(group))
+        return self.arena.free_count[group] + self.arena.unowned_count(group)
 
     def free_pages(self, group: int) -> IntArray:
         """Ids of every page that nobody holds and nobody can find."""

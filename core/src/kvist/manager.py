@@ -190,6 +190,9 @@ class PagedCacheManager(Exchange):
             self._evict(plan.eviction)
         self._step_count += 1
         step = plan.step = self._committer.commit(plan, self._step_count)
+        if plan.needed is not self._nothing_needed:
+            for group, count in enumerate(plan.needed):
+                self._tally.taken[group] += count
         self._in_flight[self._step_count] = plan
         return step
 

@@ -29,6 +29,7 @@ class Publisher:
         self._windows = [group for group in layout.groups if group.sparse and not group.exact]
         self._window_groups = [group.index for group in self._windows]
         self._states = [group.index for group in layout.groups if group.exact]
+        self._policy = policy
         self._unit = policy.every(self._block)
         #: Do running sequences pass restore points at intervals?
         self.at_intervals = bool(self._unit) and any(group.sparse for group in layout.groups)
@@ -130,8 +131,7 @@ class Publisher:
         if self._unit:
             due += range((start // self._unit + 1) * self._unit, end + 1, self._unit)
         if ended:
-            # With the end comes the position before it, the last one that the same tokens can resume at.
-            due += [position for position in (end - 1, end) if position > 0]
+            due += self._policy.end_points(end, self._block)
         for group in self._windows:
             spans = {span for point in due for span in group.retention.required(point, self._block)}
             for low, high in spans:

@@ -219,12 +219,15 @@ class AttentionBackendInfo:
     families: tuple[str, ...] = _some()
     #: Optional parts of the family that it implements, e.g. ``"window"``, ``"sinks"``.
     features: frozenset[str] = _flags()
-    #: The higher one is chosen where several serve a request; equal ones are an error.
+    #: The higher one is chosen where several serve a request; equal ones are an error. Negative for a fallback, which
+    #: any other plugin's backend precedes without a warning.
     priority: int = _priority()
     #: What to do when the backend cannot be imported; shown as the error's hint.
     install_hint: str = _hint()
     #: Modules that must be importable, e.g. ``("triton",)``. Without them the backend is not considered.
     requires: tuple[str, ...] = _names()
+    #: Why it cannot run on this machine, as the plugin has found out; empty when it can. If set it is not considered.
+    unavailable: str = _hint()
 
 
 @attrs.frozen(kw_only=True)

@@ -192,7 +192,7 @@ class _Request:
         for module in info.requires:
             if not _importable(module):
                 return f"needs the module {module!r}, which is not installed"
-        return ""
+        return info.unavailable
 
     def __str__(self) -> str:
         needs = f" with {_shown(self.features)}" if self.features else ""
@@ -238,7 +238,10 @@ def _named(kind: str, name: str, entries: dict[str, Entry[Info]]) -> Entry[Info]
 
 
 def _choose(what: str, serving: list[Entry[Info]]) -> Entry[Info]:
-    """The one with the highest priority. Equal priorities are an error; overriding another distribution is told."""
+    """The one with the highest priority. Equal priorities are an error; overriding another distribution is told.
+
+    Not told is what precedes a fallback, which has a negative priority.
+    """
     best, *others = sorted(serving, key=lambda entry: (-entry.info.priority, entry.info.name))
     if others and others[0].info.priority == best.info.priority:
         tied = [entry for entry in serving if entry.info.priority == best.info.priority]
@@ -247,7 +250,8 @@ def _choose(what: str, serving: list[Entry[Info]]) -> Entry[Info]:
             f"{best.info.priority}",
             hint="choose one by name, or add the other's plugin to KVIST_DISABLE_PLUGINS",
         )
-    overridden = [entry for entry in others if entry.plugin.distribution != best.plugin.distribution]
+    rivals = [entry for entry in others if entry.info.priority >= 0]
+    overridden = [entry for entry in rivals if entry.plugin.distribution != best.plugin.distribution]
     if overridden:
         warnings.warn(
             f"{what}: {best} (priority {best.info.priority}) takes precedence over "

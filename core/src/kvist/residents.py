@@ -68,8 +68,8 @@ class Residents(Books):
             if self._sparse:
                 points = self._policy.prompt_points(length, match.length, match.known, self._block, tuple(restore_at))
                 sequence.chunk_ends = points if self._has_states else ()
-                # Resuming at the end takes the next turn, resuming before it takes the same prompt once more.
-                sequence.points = sorted({*points, max(1, length - 1), length}) if self._windows else []
+                ends = self._policy.end_points(length, self._block)
+                sequence.points = sorted({*points, *ends}) if self._windows else []
         else:
             sequence.shares = False
         self._sequences[slot] = sequence
@@ -108,6 +108,7 @@ class Residents(Books):
             self._publish_all(sequence)
             tip = sequence.tip
             self._park(sequence)
+            self._tally.suspended(sequence)
             if self._lower is not None and tip is not None:
                 self._lower.save(tip)
 
@@ -239,6 +240,9 @@ class Residents(Books):
 
     def _reclaim(self, sequence: Sequence, limit: int, *, suspended: bool) -> None:
         """Take back what the prefix tree still has of a parked sequence, up to ``limit`` tokens."""
+        if suspended:
+            had = min(sequence.suspended_at, sequence.known)
+            sequence.had = had if sequence.started else max(sequence.had, had)
         sequence.suspended_at = -1
         self._epoch += 1
         if sequence.shares:
@@ -285,6 +289,7 @@ class Residents(Books):
                     sequence.undecided = False
                     self._publisher.leave(sequence)
                     self._park(sequence)
+                    self._tally.suspended(sequence)
         if self._closing:
             waiting, self._closing = self._closing, []
             for sequence in waiting:

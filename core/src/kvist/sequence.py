@@ -165,6 +165,8 @@ class Sequence:
     origin: Literal["opened", "forked", "resumed"] = "opened"
     claimed = 0
     started = False
+    #: Tokens it had computed, of those it still knows, when it was suspended since it last computed any.
+    had = 0
     _computed = 0
     _output = _NO_OUTPUT
 
@@ -263,6 +265,7 @@ class Sequence:
         # A new array: the prefix index may keep the old one.
         self._output = self._output[: known - self.prompt_length].copy()
         self.known = known
+        self.had = min(self.had, known)
 
     def extend(self, tokens: npt.ArrayLike) -> None:
         """Make more token ids known, e.g. sampled ones. Copies them; cheap; not tied to any step.

@@ -21,6 +21,9 @@ class GroupStats:
     capacity: pages if the group had the whole arena. free: takable at once. cached: published, held by nobody.
     held: leased now; held_peak: at most so far. evicted: pages evicted so far. moved: pages copied so far to
     empty a slab for another group. ``padding_bytes`` of each page hold nothing.
+    taken: pages that steps took so far, for rows, states and snapshots; those of a cancelled step too, which its
+        sequences keep and no later step takes again. copying: what copies to and from other tiers and other processes
+        keep now, a page once for each of them.
     lost_tokens: prompt tokens that were known and still had to be computed, because this group had no restore point
         behind them. Where several groups lack one, the tokens count for the one that had the least.
     """
@@ -36,6 +39,8 @@ class GroupStats:
     lost_tokens: int
     moved: int
     padding_bytes: int
+    taken: int = 0
+    copying: int = 0
 
     @property
     def padding_fraction(self) -> float:
@@ -49,7 +54,7 @@ class TierGroupStats:
 
     capacity: pages if the group had the whole tier, 0 for the disk, whose budget is in bytes. used: pages there now,
     those on their way down included. moved_down, moved_up: pages that arrived there from above, and on the device from
-    there. evicted: pages that made room; the disk counts its own.
+    there. evicted: pages that made room; the disk counts its own. copying: as of :class:`GroupStats`.
     """
 
     name: str
@@ -59,6 +64,7 @@ class TierGroupStats:
     moved_down: int
     moved_up: int
     evicted: int
+    copying: int = 0
 
 
 @attrs.frozen
@@ -92,6 +98,11 @@ class ManagerStats:
         ``received_tokens`` from another process, and the others were computed. resumes: times that a sequence went on
         after it was suspended, with ``resumed_tokens`` taken back in all. forks: forked sequences, which began with
         ``forked_tokens`` in all.
+    suspends: times that a sequence was suspended after a step of it, by ``suspend`` or because a step that failed may
+        have spoilt its states: less ``resumes``, those that have not gone on. ``recomputed_tokens`` were computed when
+        they were suspended and no longer there when they went on.
+    partial_reuses: requests whose ``reused_tokens`` end inside a block, which costs a copy of it. handed_tokens: of
+        sequences handed over to other processes.
     computed_tokens: rows written by completed steps, rejected drafts not counted. steps: completed ones.
     """
 
@@ -109,6 +120,10 @@ class ManagerStats:
     groups: tuple[GroupStats, ...]
     tiers: tuple[TierStats, ...] = ()
     received_tokens: int = 0
+    handed_tokens: int = 0
+    partial_reuses: int = 0
+    suspends: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -121,12 +136,13 @@ class ManagerStats:
 
         Raises StateError if ``earlier`` is not earlier.
         """
+        difference = _less(self, earlier, _COUNTERS)
         groups = tuple(_less(now, then, _GROUP_COUNTERS) for now, then in zip(self.groups, earlier.groups))
         tiers = tuple(now.since(then) for now, then in zip(self.tiers, earlier.tiers))
-        return attrs.evolve(_less(self, earlier, _COUNTERS), groups=groups, tiers=tiers)
+        return attrs.evolve(difference, groups=groups, tiers=tiers)
 
 
-_GROUP_COUNTERS = ("evicted", "lost_tokens", "moved")
+_GROUP_COUNTERS = ("evicted", "lost_tokens", "moved", "taken")
 _TIER_COUNTERS = ("reused_tokens", "resumed_tokens", "failed_blocks")
 _TIER_GROUP_COUNTERS = ("moved_down", "moved_up", "evicted")
 _COUNTERS = (
@@ -134,6 +150,10 @@ _COUNTERS = (
     "prompt_tokens",
     "reused_tokens",
     "received_tokens",
+    "handed_tokens",
+    "partial_reuses",
+    "suspends",
+    "recomputed_tokens",
     "resumes",
     "resumed_tokens",
     "forks",
@@ -162,10 +182,12 @@ class Tally:
         self.requests = self.prompt_tokens = self.reused_tokens = self.received_tokens = 0
         self.resumes = self.resumed_tokens = self.forks = self.forked_tokens = 0
         self.computed_tokens = self.steps = 0
+        self.handed_tokens = self.partial_reuses = self.suspends = self.recomputed_tokens = 0
         #: Of the reused and of the resumed tokens those that came up from the host and from the disk.
         self.reused_below, self.resumed_below = [0, 0], [0, 0]
         self.evicted = [0] * group_count
         self.lost_tokens = [0] * group_count
+        self.taken = [0] * group_count
 
     def begin(self, sequence: Sequence) -> None:
         """The sequence's first step, or its first one after ``resume``, is completed."""
@@ -180,6 +202,7 @@ class Tally:
         if sequence.origin == "resumed":
             self.resumes += 1
             self.resumed_tokens += sequence.claimed
+            self.recomputed_tokens += max(0, sequence.had - sequence.claimed)
         elif sequence.origin == "forked":
             self.forks += 1
             self.forked_tokens += sequence.claimed
@@ -187,9 +210,18 @@ class Tally:
             self.requests += 1
             self.prompt_tokens += sequence.prompt_length
             self.reused_tokens += sequence.reused
+            self.partial_reuses += sequence.reused % sequence.layout.block_tokens > 0
+            if sequence.reused and sequence.tip is not None:
+                sequence.tip.hits += 1
+                sequence.tip.hit_tokens += sequence.reused
             self.received_tokens += sequence.received
             if sequence.limited_by is not None:
                 self.lost_tokens[sequence.limited_by.index] += sequence.lost
+
+    def suspended(self, sequence: Sequence) -> None:
+        """The sequence has been suspended. Before its first step, also its first one after ``resume``, that is
+        nothing."""
+        self.suspends += sequence.started
 
     def catch_up(self, sequences: Iterable[Sequence]) -> None:
         """Count those that began in a decode batch, where nobody looks at single rows."""
@@ -219,9 +251,14 @@ class Cleared:
 
 
 def group_stats(
-    layout: Layout, ledger: Ledger, idle_blocks: int, tally: Tally, moved: SequenceOf[int]
+    layout: Layout,
+    ledger: Ledger,
+    idle_blocks: int,
+    tally: Tally,
+    moved: SequenceOf[int],
+    copying: SequenceOf[int],
 ) -> tuple[GroupStats, ...]:
-    """Every group now. idle_blocks: of the prefix tree. moved: pages so far, per group."""
+    """Every group now. idle_blocks: of the prefix tree. moved: pages so far, per group. copying: pages, per group."""
     return tuple(
         GroupStats(
             group.name,
@@ -236,6 +273,8 @@ def group_stats(
             tally.lost_tokens[group.index],
             moved[group.index],
             group.padding_bytes,
+            tally.taken[group.index],
+            copying[group.index],
         )
         for group in layout.groups
     )

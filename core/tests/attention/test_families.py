@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvist.attention.base import AttentionBackend, BackendContext
-from kvist.attention.cpu import CpuBackend
 from kvist.attention.families import Backends, Need, page_layout
+from kvist.attention.gather import TorchCpuBackend
 from kvist.attention.gqa import GQAInputs
 from kvist.attention.reference import ReferenceBackend
 from kvist.errors import SpecError
@@ -56,7 +56,7 @@ def test_only_keeps_the_named_streams():
         SPEC.only(("index_k",))
 
 
-@pytest.mark.parametrize("gqa", [ReferenceBackend, CpuBackend])
+@pytest.mark.parametrize("gqa", [ReferenceBackend, TorchCpuBackend])
 def test_each_family_serves_its_part(gqa):
     torch.manual_seed(0)
     classes = {"gqa": gqa, "adder": Adder}

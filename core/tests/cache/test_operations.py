@@ -779,6 +779,29 @@ def test_points_that_a_branch_or_the_caller_adds(reused: int, known: int, named:
     assert RestorePolicy().prompt_points(100, reused, known, 32, named) == points
 
 
+@pytest.mark.parametrize(
+    ("length", "ends", "whole"),
+    [(1, [1], []), (31, [30, 31], []), (32, [31, 32], [32]), (33, [32, 33], [32]), (100, [99, 100], [96])],
+)
+def test_where_an_end_keeps_restore_points(length: int, ends: list[int], whole: list[int]) -> None:
+    assert RestorePolicy().end_points(length, 32) == ends
+    assert RestorePolicy(whole_blocks=True).end_points(length, 32) == whole
+
+
+@pytest.mark.parametrize(
+    ("whole", "first", "second"), [(False, (2, [20, 21, 22]), (3, [24, 25, 26])), (True, (1, [20] * 3), (2, [24] * 3))]
+)
+def test_ends_of_whole_blocks_cost_one_page_of_a_window(whole: bool, first: tuple, second: tuple) -> None:
+    """By hand: turns of 22 and 26 tokens in blocks of 4, with a window of 4, which before position 20 is block 4. An
+    end inside a block takes the block that is open there on top; the second turn fills the first one's."""
+    engine = Engine(manager_of(60, History(), Window(4), restore=RestorePolicy(whole_blocks=whole)))
+    for length, (kept, found) in ((22, first), (26, second)):
+        engine.turn(range(length))
+        assert engine.used() == [(-(-length // 4), 0), (kept, 0)]
+        assert [engine.probe(range(end), 900) for end in range(length - 2, length + 1)] == found
+    engine.drained()
+
+
 def test_an_interval_of_nothing_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         RestorePolicy(every_blocks=0)

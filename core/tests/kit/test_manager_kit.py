@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
 import pytest
 from kit.mutants import specs
 from kit.mutants.base import find
@@ -15,7 +16,7 @@ from kvist.manager import PagedCacheManager
 from kvist.spec import CacheSpec, History, Layer, RowFormat, State, Stream, Window
 from kvist.testing.builtin import TestPagedCacheManager
 from kvist.testing.manager import CacheManagerTests
-from kvist.testing.mixes import MIXES, Kind
+from kvist.testing.mixes import MIXES, Chunk, Kind
 from kvist.testing.suites import run
 
 __all__ = ["TestPagedCacheManager"]
@@ -100,6 +101,54 @@ def test_a_spec_alone_is_enough_however_unequal_its_pages(small, large) -> None:
     kit.test_anything_in_any_order_in_its_shortest_form()
     kit.test_what_somebody_holds_is_never_evicted()
     kit.test_nobody_finds_what_is_still_on_its_way()
+
+
+@attrs.frozen
+class ChunkRing(Chunk):
+    """A plugin's own retention whose pages keep the last rows of their block only."""
+
+    kept: int
+
+    @property
+    def ring(self) -> int:
+        return self.kept
+
+    @property
+    def most_drafts(self) -> int | None:
+        return self.kept - self.tokens
+
+
+class RingKit(CacheManagerTests):
+    seeds, examples = 6, 6
+    mix: ClassVar[tuple[Kind, ...]] = (Kind(ChunkRing(3, kept=5)), Kind(History(), width=3))
+
+    def manager(self, layout, **options):
+        return PagedCacheManager(layout, **options)
+
+    def mixes(self):
+        return {"own ring": self.mix}
+
+
+def test_a_ring_of_a_plugin_s_own_is_served() -> None:
+    """The kit asks the retention for its ring, and reads() for what a query needs of it."""
+    assert run(RingKit) == []
+
+
+def test_a_ring_that_is_too_short_is_found() -> None:
+    """Chunks of four tokens, of which pages have the last two rows; and more drafts than there is room for."""
+
+    @attrs.frozen
+    class Short(ChunkRing):
+        @property
+        def most_drafts(self) -> int | None:
+            return 2
+
+    for short, clause, why in (
+        (Short(4, kept=2), "CM-07", "has lost position"),
+        (Short(2, kept=2), "CM-20", "has lost position"),
+    ):
+        failures = run(type("Kit", (RingKit,), {"mix": (Kind(short),)}), clause, first=True)
+        assert failures and why in str(failures[0])
 
 
 def test_without_mixes_and_without_a_spec_nothing_is_tried() -> None:

@@ -71,6 +71,7 @@ def test_plugins_lists_without_importing(site, kvist):
         "reason": "",
         "hooks": [],
         "provides": None,
+        "unavailable": {},
     }
     assert listed(output, "slow")["status"] == "ready"
     assert listed(output, "old")["reason"] == f"needs kvist<0.0.1, have kvist {CORE_VERSION}"

@@ -53,7 +53,7 @@ def test_the_built_ins_come_through_the_same_door(site):
     found = record(plan(site.environ()), "builtin")
     assert (found.distribution, found.value, found.status) == ("kvist", "kvist.builtin", "ready")
     (builtin,) = [plugin for plugin in load(plan(site.environ())).plugins if plugin.record.name == "builtin"]
-    assert [info.name for info in builtin.attention_backends] == ["torch-reference", "cpu"]
+    assert [info.name for info in builtin.attention_backends] == ["torch-reference", "cpu-torch"]
     assert [info.name for info in builtin.transceivers] == ["local", "tcp", "shm"]
     assert builtin.record.hooks == ("kvist_attention_backends", "kvist_transceivers")
 

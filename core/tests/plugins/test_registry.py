@@ -107,6 +107,13 @@ def test_priorities_within_one_distribution_need_no_telling():
     assert registry.cache_manager("llama").info.name == "two"
 
 
+def test_preceding_a_fallback_needs_no_telling():
+    registry = build(a=[family("one", "llama", priority=-10)], b=[family("two", "llama")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.cache_manager("llama").info.name == "two"
+
+
 # Attention backends
 
 ASK = {"device": "cpu", "dtype": "float32", "family": "gqa"}
@@ -129,7 +136,10 @@ def test_the_built_in_backends():
     torch = pytest.importorskip("torch")
     registry = default_registry()
     asked = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "family": "gqa"}
-    assert registry.attention_backend(**asked).info.name == "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # preceding a fallback is not told
+        assert registry.attention_backend(**asked).info.name in ("cpu-native", "cpu-torch")
+    assert registry.attention_backend("cpu-torch", **asked).info.priority < 0
     assert registry.attention_backend("torch-reference", **asked).info.name == "torch-reference"
 
 

@@ -316,7 +316,7 @@ def test_fault_a_order_cannot_poison_the_built_ins(site):
     site.add("aaa", backend("aaa"))
     registry = registry_of(site)
     assert next(iter(registry.attention_backends)) == "aaa"
-    assert {"aaa", "cpu", "torch-reference"} <= set(registry.attention_backends)
+    assert {"aaa", "cpu-torch", "torch-reference"} <= set(registry.attention_backends)
 
 
 def test_fault_b_import_and_hook_errors_are_one_policy(site):
@@ -362,25 +362,27 @@ def test_fault_c_what_is_registered_can_be_used(site):
 
 
 def test_fault_d_a_built_in_is_never_replaced_silently(site):
-    """D: its name is refused; a higher priority is told; a choice by name is what was chosen."""
-    site.add("fast", backend("cpu"))
+    """D: its name is refused; a higher priority than another's is told; a choice by name is what was chosen."""
+    site.add("fast", backend("cpu-torch"))
     message = (
-        f"two plugins provide attention backend 'cpu': 'builtin' of kvist {CORE_VERSION} and 'fast' of kvist-fast 1.0\n"
+        f"two plugins provide attention backend 'cpu-torch': 'builtin' of kvist {CORE_VERSION} and 'fast' of "
+        "kvist-fast 1.0\n"
         "hint: add one of the two plugins to KVIST_DISABLE_PLUGINS, or uninstall it"
     )
     assert refused(registry_of, site) == message
-    assert list(registry_of(site, KVIST_DISABLE_PLUGINS="builtin").attention_backends) == ["cpu"]
+    assert list(registry_of(site, KVIST_DISABLE_PLUGINS="builtin").attention_backends) == ["cpu-torch"]
     del sys.modules["fast_plugin"]
     site.add("fast", backend("fast", priority=99))
+    assert ask(registry_of(site)).info.name == "fast", "built-in fallbacks are there to be preceded"
+    site.add("solid", backend("solid"))
     registry = registry_of(site)
     with pytest.warns(PluginWarning) as warned:
         assert ask(registry).info.name == "fast"
     assert [str(each.message) for each in warned] == [
         "attention family 'gqa' on cpu in float32: 'fast' of kvist-fast 1.0 (priority 99) takes precedence over "
-        f"'cpu' of kvist {CORE_VERSION} (priority 10), 'torch-reference' of kvist {CORE_VERSION} (priority 0)\n"
-        "hint: choose by name to make this explicit"
+        "'solid' of kvist-solid 1.0 (priority 0)\nhint: choose by name to make this explicit"
     ]
-    assert ask(registry, "cpu").plugin.distribution == "kvist"
+    assert ask(registry, "cpu-torch").plugin.distribution == "kvist"
 
 
 def test_fault_e_a_misspelt_hook_is_no_silence(site):

@@ -59,6 +59,9 @@ def test_the_table_and_the_file_say_the_same(replay, config, write_trace, tmp_pa
     assert 0 < content["groups"][0]["peak_use"] <= 1
     assert content["groups"][0]["capacity_pages"] == 40
     assert content["groups"][0]["padding_bytes"] == content["groups"][0]["padding_fraction"] == 0
+    # Pages of 4 tokens without padding; nothing is kept beside the history.
+    assert content["bytes_per_token"] * 4 == content["groups"][0]["page_bytes"]
+    assert content["padding_bytes_per_token"] == content["bytes_per_sequence"] == 0
     for part in (
         f"{content['hit_rate']:.2%}",
         f"{content['evicted_pages']:,}",

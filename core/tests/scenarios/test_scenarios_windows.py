@@ -143,21 +143,21 @@ def test_pages_given_back_are_not_published() -> None:
     [(Window(4),), (Window(5, sinks=3),), (History(), Window(4)), (Window(2), Window(9)), (Window(4), State())],
     ids=str,
 )
-def test_hits_on_windows_are_what_can_be_read(retentions: tuple, block: int, every: int | None) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_hits_on_windows_are_what_can_be_read(retentions: tuple, block: int, every: int | None, whole: bool) -> None:
     """15: while strangers take what was given back, each restore point that the policy promises is found, whatever
     else is found is clean, and each page is freed once."""
     length = 5 * block + 2
-    engine = Engine(
-        manager_of(80 * len(retentions), *retentions, block_tokens=block, restore=RestorePolicy(every_blocks=every))
-    )
+    policy = RestorePolicy(every, whole)
+    engine = Engine(manager_of(80 * len(retentions), *retentions, block_tokens=block, restore=policy))
     first = engine.open(range(length))
     stranger = engine.open(range(500, 500 + 3 * length))
     while first.computed < length:
         end = first.next_end(min(length, first.computed + 3))
         engine.run(Run(first, end - first.computed), Run(stranger, 2))
     engine.close(first)
-    promised = {length, (length - 1) // block * block}
-    promised |= {length - 1} if State() not in retentions else set()
+    promised = {(length - 1) // block * block, length // block * block if whole else length}
+    promised |= {length - 1} if State() not in retentions and not whole else set()
     promised |= set(range(every * block, length, every * block)) if every else set()
     for asked in range(1, length + 1):
         hit = engine.probe(range(asked), 900 + asked)

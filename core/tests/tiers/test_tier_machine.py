@@ -8,7 +8,8 @@ import pytest
 
 from kvist.testing.drive import LENGTH, drive
 from kvist.testing.stateful import run_with_hypothesis
-from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine, TierSetup
+from kvist.testing.tier_bookkeeping import TierSetup
+from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine
 
 
 def run(seed: int) -> int:

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from kvist.attention.cpu import KeyTiles
 from kvist.errors import SpecError, TransferError
 from kvist.layout import RowMajor
 from kvist.spec import (
@@ -23,7 +22,7 @@ from kvist.spec import (
     Stream,
     Window,
 )
-from kvist.testing.transfer.values import Model, Opaque, Rank, UnitMajor
+from kvist.testing.transfer.values import KeyTiles, Model, Opaque, Rank, UnitMajor
 from kvist.transfer.compatibility import overlaps, uncovered
 from kvist.transfer.mapping import Mapping, interleave
 from kvist.transfer.pagetable import PageTable, Placement, describe

@@ -62,7 +62,7 @@ def test_another_cache_goes_on_with_these_rows_alone(length, here, there):
         sent = []
         for each in restore_rows(sender.spec, length):
             stream, table = _stream(sender, each, request.sequence)
-            sent.append((each, stream.read(table, each.begin, each.end)))
+            sent.append((each, stream.load(table, each.begin, each.end)))
     with Cache(block=there, alone=True, seed=2) as receiver:
         other = receiver.open(length + 20, 21)
         # Pages and length as if it had computed them itself.
@@ -70,7 +70,7 @@ def test_another_cache_goes_on_with_these_rows_alone(length, here, there):
         receiver.memory.bytes.fill_(255)
         for each, content in sent:
             stream, table = _stream(receiver, each, other.sequence)
-            stream.write(table, each.begin, content)
+            stream.store(table, each.begin, content)
         receiver.manager.complete(step)
         receiver.step([(other, 1)])
         receiver.step([(other, 19)])

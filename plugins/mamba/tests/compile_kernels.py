@@ -13,15 +13,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvist_mamba.kernels import conv, delta_net, mamba1, mamba2
+from kvist_mamba.kernels import conv, delta_net, mamba1, mamba2, replay
 from kvist_mamba.kernels.rows import CHUNK_TOKENS
 
-ROWS = dict.fromkeys(("starts", "sources", "targets", "short", "long", "chunks", "written"), "*i32")
-ROWS |= {"token_starts": "*i32", "token_sources": "*i32"}
+ROWS = dict.fromkeys(("begins", "ends", "sources", "targets", "short", "long", "chunks", "written"), "*i32")
+ROWS |= dict.fromkeys(("token_starts", "token_sources", "token_rows", "starts", "own_starts", "pages"), "*i32")
+ROWS |= dict.fromkeys(("positions", "counts", "drafts", "dones"), "*i32") | {"checkpoints": "*i64", "blame": "*fp32"}
 #: A model in bfloat16 with recurrent states in float32, at most 2 GiB from page to page.
 TYPES = {
     **ROWS,
     **dict.fromkeys(("inputs", "weight", "bias", "dt", "b", "c", "d", "dt_bias", "beta", "values"), "*bf16"),
+    **dict.fromkeys(("kept", "new", "joined"), "*bf16"),
     **dict.fromkeys(("conv", "u", "a", "sums", "log_decay", "states"), "*fp32"),
     **dict.fromkeys(("dt_low", "dt_high", "scale"), "fp32"),
 }
@@ -58,6 +60,15 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**BAMBA, "chunk": CHUNK_TOKENS, "block": 16, "width": 256},
     ),
     "delta net": (delta_net._scan, TYPES, {**QWEN, "height": 128, "block": 16}),
+    "delta net in chunks": (
+        delta_net._chunked_scan,
+        TYPES,
+        {**QWEN, "chunk": CHUNK_TOKENS, "height": 128, "block": 32},
+    ),
+    "replay, turns": (replay._turn, TYPES, {"history": 16, "block": 32}),
+    "replay, joining": (replay._join, TYPES, {"history": 16, "block": 128}),
+    "replay, keeping": (replay._keep, TYPES, {"history": 16, "slots": 16, "block": 128}),
+    "replay, moving": (replay._move, TYPES, {}),
 }
 
 

@@ -3,6 +3,8 @@ because the interpreter has to be chosen before triton is imported."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from kvist_mamba import cache_spec, reference
 from kvist_mamba.backend import ReferenceBackend, state_rows
 from kvist_mamba.inputs import KINDS, STREAMS
 from kvist_mamba.kernels import conv, delta_net, elementwise, mamba1, mamba2
+from kvist_mamba.kernels.replay import ReplayRows
 from kvist_mamba.kernels.rows import Rows
 from kvist_mamba.testing import RecurrentBackendTests, recurrent_case
 from kvist_mamba.triton_backend import TritonBackend
@@ -184,17 +187,37 @@ def test_mamba2(batch, heads, size, groups, columns):
     batch.check(before, states, values, oracle)
 
 
-@pytest.mark.parametrize("batch", [name for name in BATCHES if name != "long"], indirect=True)
-def test_delta_net(batch):
-    heads, key_heads, key_size, value_size = 4, 2, 3, 5
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "key_size", "value_size"),
+    [(4, 2, 3, 5), pytest.param(2, 1, 20, 40, marks=pytest.mark.slow)],
+)
+def test_delta_net(batch, heads, key_heads, key_size, value_size):
+    """The decay of some heads over a chunk is beyond float32."""
     mixed = batch.tokens(2 * key_heads * key_size + heads * value_size)
-    states, decay = batch.states(heads, key_size, value_size), -F.softplus(batch.tokens(heads) - 1)
+    states, decay = batch.states(heads, key_size, value_size), -F.softplus(6 * batch.tokens(heads) - 1)
     beta = batch.tokens(heads).sigmoid()
     values, before = torch.zeros(len(mixed), heads * value_size), states.clone()
     delta_net.delta_net_scan(mixed, decay, beta, states, batch.rows, values)
 
     def oracle(part, state, after):
         q, k, v = reference.split_delta_net(mixed[part].double(), heads, key_size, value_size)
+        want, left = reference.delta_net_scan(q, k, v, decay[part].double(), beta[part].double(), state, after)
+        return want.flatten(1), left
+
+    batch.check(before, states, values, oracle)
+
+
+def test_one_key_again_and_again():
+    """What a token adds then depends the most on all that others have added."""
+    batch = Batch([48])
+    keys, values = batch.draw(1, 6).expand(48, 6), torch.zeros(48, 10)
+    mixed = torch.cat([batch.draw(48, 6), keys, batch.draw(48, 10)], dim=1)
+    states, decay, beta = batch.states(2, 6, 5), torch.zeros(48, 2), torch.full((48, 2), 0.999)
+    before = states.clone()
+    delta_net.delta_net_scan(mixed, decay, beta, states, batch.rows, values)
+
+    def oracle(part, state, after):
+        q, k, v = reference.split_delta_net(mixed[part].double(), 2, 6, 5)
         want, left = reference.delta_net_scan(q, k, v, decay[part].double(), beta[part].double(), state, after)
         return want.flatten(1), left
 
@@ -257,10 +280,13 @@ def test_rows_are_those_of_the_reference():
     assert rows.chunks.tolist() == [[7, 16], [23, 16], [39, 8]]
 
 
-@pytest.mark.parametrize("row", [[-1, 2, 3], [4, 2, -1]])
-def test_a_row_without_a_page_is_refused(row):
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [(Rows, [-1, 2, 3]), (Rows, [4, 2, -1]), (partial(ReplayRows, history=4), [-1])],
+)
+def test_a_row_without_a_page_is_refused(rows, row):
     with pytest.raises(StateError) as error:
-        Rows(torch.device("cpu")).stage(step([row], [2], [1]), 0)
+        rows(torch.device("cpu")).stage(step([row], [2], [1]), 0)
     assert str(error.value) == "row 0 of the step has no page for its state"
 
 
@@ -270,6 +296,71 @@ def test_buffers_stay_where_they_are():
     first = rows.sources.data_ptr()
     rows.stage(step([[5]], [1]), 0)
     assert rows.sources.data_ptr() == first and rows.sources.tolist() == [5]
+
+
+def replaying(table, query_lengths, drafts, checkpoints, history=4):
+    """Staged rows that begin at position 5, and pages whose checkpoints are at these positions."""
+    rows = ReplayRows(torch.device("cpu"), history)
+    positions = torch.tensor(checkpoints, dtype=torch.int64)[:, None]
+    rows.stage(step(table, query_lengths, drafts), 0)
+    rows.turn(positions)
+    return rows, positions
+
+
+def test_rows_with_replay_are_those_of_the_reference():
+    """A full history, an empty one, none at all, one that is more than full with the drafts, and nobody's."""
+    rows, positions = replaying(
+        [[2], [3], [4], [1], [0], [5]], [3, 20, 4, 3, 6, 0], [2, 0, 3, 1, 0, 0], [9, 4, 5, 5, 2, 7]
+    )
+    turns = [reference.turn(*each, room=4) for each in ((5, 5, 3, 2), (5, 5, 20, 0), (2, 5, 4, 3), (4, 5, 3, 1))]
+    assert (rows.ends - rows.begins).tolist() == [turn.valid + n for turn, n in zip(turns, (3, 20, 4, 3))] + [6, 0]
+    written = {token: page for token, page in enumerate(rows.targets.tolist()) if page != -1}
+    done = [
+        (int(begin) + turn.done - 1, page) for begin, turn, page in zip(rows.begins, turns, (2, 3, 4, 1)) if turn.done
+    ]
+    assert written == dict(done) and [page for _, page in done] == [3, 4]
+    assert rows.sources.tolist() == [2, 3, 4, 1, 0, 0]
+    assert rows.long.tolist() == [[1, 0, 2]] and rows.chunks.tolist() == [[7, 16], [23, 8]]
+    assert not rows.blame.any()
+    rows.move(positions)
+    assert positions[:, 0].tolist() == [9, 4, 5, 25, 5, 7]
+
+
+def test_a_page_of_another_position_gives_no_values():
+    """Behind the row's first token, and further before it than the history goes back."""
+    rows, positions = replaying([[1], [2], [3]], [2, 2, 2], [1, 1, 1], [0, 6, 5, 0])
+    assert rows.sources.tolist() == [0, 2, 0]
+    values = rows.values(torch.ones(18, 3))
+    assert values.isnan().all(1).tolist() == [True, True, False, False, True, True]
+    assert torch.equal(values[2:4], torch.ones(2, 3))
+    rows.move(positions)
+    assert positions[:, 0].tolist() == [0, 6, 5, 0]
+
+
+@pytest.mark.parametrize("history", [3, 4])
+def test_histories_are_joined_and_kept(history):
+    """Of bytes between NaN. The first row's checkpoint stays, the second's moves into its own tokens, and the third's
+    to its end."""
+    counts, drafts, checkpoints = [2, 5, 3], [1, 4, 0], [0, 4, 3, 5]
+    rows, positions = replaying([[1], [2], [3]], counts, drafts, checkpoints, history)
+    kept = torch.full((4, 6, history), torch.nan)
+    kept[1, :, 0] = torch.arange(6.0)
+    kept[2, :, :2] = 10 + torch.arange(12.0).reshape(6, 2)
+    new = 100 + torch.arange(60.0).reshape(10, 6)
+    before = kept.clone()
+    joined = rows.join(kept, new)
+    wanted = [torch.cat([before[1, :, :1].T, new[:2]]), torch.cat([before[2, :, :2].T, new[2:7]]), new[7:]]
+    for begin, end, want in zip(rows.begins.tolist(), rows.ends.tolist(), wanted):
+        assert torch.equal(joined[begin:end], want)
+    assert torch.equal(rows.values(joined), new)
+    rows.keep(kept, joined)
+    left = [wanted[0], wanted[1][-history:], new[:0]]
+    for page, want in zip((1, 2, 3), left):
+        assert torch.equal(kept[page, :, : len(want)], want.T)
+        assert torch.equal(kept[page, :, len(want) :].nan_to_num(9), before[page, :, len(want) :].nan_to_num(9))
+    assert kept[0].isnan().all()
+    rows.move(positions)
+    assert positions[:, 0].tolist() == [0, 4, 10 - history, 8]
 
 
 def tokens(count, seed=0):
@@ -287,14 +378,22 @@ def drive_all(drive):
     return one, two
 
 
+REPLAY = {"rollback": "replay", "history_tokens": 5}
+
+
 @pytest.mark.parametrize(
-    "model_type",
-    [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*CONFIGS} - {*QUICK}))],
+    ("model_type", "options"),
+    [
+        *((each, {}) for each in QUICK),
+        *((each, REPLAY) for each in QUICK),
+        *(pytest.param(each, {}, marks=pytest.mark.slow) for each in sorted({*CONFIGS} - {*QUICK})),
+        *(pytest.param(each, REPLAY, marks=pytest.mark.slow) for each in ("mamba2", "qwen3_next")),
+    ],
 )
-def test_layers_put_out_what_those_of_transformers_do(model_type):
+def test_layers_put_out_what_those_of_transformers_do(model_type, options):
     """And leave the bytes that the reference leaves, so either goes on where the other stopped: their layouts have one
     tag."""
-    drives = [Drive(model_type, backend=backend) for backend in (TritonBackend, ReferenceBackend)]
+    drives = [Drive(model_type, backend=backend, **options) for backend in (TritonBackend, ReferenceBackend)]
     requests = [drive_all(drive) for drive in drives]
     for request in requests[0]:
         drives[0].check(request)
@@ -338,11 +437,6 @@ def test_sequences_resume_at_snapshots(model_type):
             {"dtype": "float64"},
             "backend 'mamba-triton': layer 0 stream 'conv_state' is stored as float64\n"
             "hint: use one of float32, float16, bfloat16",
-        ),
-        (
-            {"dtype": "float32", "rollback": "replay"},
-            "backend 'mamba-triton': layer 0 takes drafts back by replay, which this backend does not serve\n"
-            "hint: make the spec with rollback='snapshots'",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from kvist_transformers import Request
 from kvist_transformers.families import FAMILIES
 
 
-@pytest.mark.parametrize("backend", ["torch-reference", "cpu"])
+@pytest.mark.parametrize("backend", ["torch-reference", "cpu-native"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_greedy_tokens_equal_generate(model_type, backend, tiny, greedy, engines, prompts):
     model = tiny(model_type)

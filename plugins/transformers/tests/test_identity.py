@@ -14,7 +14,7 @@ from kvist.restore import RestorePolicy
 from kvist_transformers import Request, decoder_spec
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
-BACKENDS = ["torch-reference", "cpu"]
+BACKENDS = ["torch-reference", "cpu-torch", "cpu-native"]
 
 
 def memory_for(tokens, spec):
@@ -33,7 +33,7 @@ def run(engine, requests, rng, *, cancel=()):
         for index in cancel:
             if index < len(handles) and len(handles[index].tokens) > 2:
                 handles[index].cancel()
-        engine.max_batch_tokens = int(rng.integers(9, 40))
+        engine.scheduler.max_batch_tokens = int(rng.integers(9, 40))
         engine.step()
     engine.manager.check()
     return handles

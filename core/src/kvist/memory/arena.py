@@ -55,6 +55,10 @@ class Arena:
         """Page ids that slabs owned by no group would give ``group``."""
         return self._slab_pages(group, self._free_slabs)
 
+    def unowned_count(self, group: int) -> int:
+        """How many these are."""
+        return len(self._free_slabs) * self.pages_per_slab[group]
+
     def has(self, needed: Sequence[int]) -> bool:
         """Are ``needed`` pages per group free, without moving a slab?"""
         if self.fungible:

@@ -59,7 +59,7 @@ class PluginRecord:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, e.g. ``kvist-mamba 0.1.0``."""
+        """Distribution and version, e.g. ``kvist-acme 0.1.0``."""
         return f"{self.distribution} {self.version}"
 
 

@@ -31,6 +31,8 @@ class Extent:
         "alive",
         "block_tokens",
         "children",
+        "hit_tokens",
+        "hits",
         "holds",
         "key",
         "keys",
@@ -61,6 +63,9 @@ class Extent:
         #: Content keys of leading whole blocks, as many as were asked for: :func:`kvist.prefix.named.keys_of`.
         self.keys: list[bytes] | None = None
         self.last_used = 0
+        #: For statistics: requests whose reuse ended here, or in something below that is gone, and tokens they reused.
+        self.hits = 0
+        self.hit_tokens = 0
         #: For the eviction policy.
         self.mark = -1
         #: How long its blocks should stay; all have the same wish.

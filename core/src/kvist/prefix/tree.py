@@ -313,6 +313,8 @@ class PrefixTree:
             self.offer(extent)
             return removed
         parent.remove_child(extent.key)
+        parent.hits += extent.hits
+        parent.hit_tokens += extent.hit_tokens
         extent.alive = False
         self.extent_count -= 1
         if not parent.children and not parent.holds:

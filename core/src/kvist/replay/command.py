@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from kvist.errors import KvistError, SpecError
+from kvist.iterations.recorder import Iterations
 from kvist.layout import Layout
 from kvist.manager import CacheManager
 from kvist.policies import ReuseRate
@@ -50,6 +52,9 @@ def command(
     eviction: Annotated[
         Eviction, typer.Option(help="What goes first when the cache is full.")
     ] = Eviction.LEAST_RECENTLY_USED,
+    record: Annotated[
+        Path | None, typer.Option(help="Write what happened in each step to this file, for `kvist report` and `top`.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results as JSON to this file; - prints them instead.")
     ] = None,
@@ -72,17 +77,26 @@ def command(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
 
-        def run(what: str, on: Layout) -> ReplayResult:
+        def run(what: str, on: Layout, records: BinaryIO | None = None) -> ReplayResult:
             task = progress.add_task(what, total=len(jobs))
             options = {} if eviction is Eviction.LEAST_RECENTLY_USED else {"eviction": ReuseRate()}
+            manager = factory(on, **options)
+
+            def recorder(clock: Callable[[], float]) -> Iterations:
+                what = f"replay of {trace.name}"
+                return Iterations(manager, source=what, clock=clock, time_unit="steps", file=records)
+
             engine = Engine(
-                factory(on, **options),
+                manager,
                 concurrency=concurrency,
                 chunk_tokens=chunk_tokens,
                 on_progress=lambda finished: progress.update(task, completed=finished),
+                record=None if records is None else recorder,
             )
             return engine.run(jobs)
 
+        with nullcontext() if record is None else _opened(record) as records:
+            result = run("replaying", layout, records)
         report = Report(
             trace=str(trace),
             model_type=str(_read_config(config)["model_type"]),
@@ -90,7 +104,7 @@ def command(
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,
             layout=layout,
-            result=run("replaying", layout),
+            result=result,
             ceiling=run("without eviction", _unbounded(spec, jobs)) if ceiling else None,
         )
     if quiet:
@@ -105,6 +119,15 @@ def command(
         except OSError as error:
             raise KvistError(f"cannot write {json_file}: {error.strerror or error}") from error
         console.print(f"written: {json_file}")
+    if record is not None:
+        console.print(f"recorded: {record}")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise KvistError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def load_spec(path: Path, *, block_tokens: int, dtype: str | None) -> tuple[Entry[CacheManagerInfo], CacheSpec]:

@@ -17,10 +17,11 @@ import attrs
 import numpy as np
 
 from kvist.errors import CapacityError
+from kvist.iterations.recorder import Iterations, RequestTimer
 from kvist.manager import CacheManager, Run, Sequence
 from kvist.replay.traces import TraceRequest
 from kvist.spec import Scope, ceil_div
-from kvist.step import IntArray
+from kvist.step import IntArray, Step
 
 if TYPE_CHECKING:
     from kvist.stats import ManagerStats
@@ -92,6 +93,7 @@ class _Job:
     done: int = 0
     sequence: Sequence | None = None
     ends_at: int = 0
+    timer: RequestTimer | None = None
 
 
 class Engine:
@@ -100,6 +102,8 @@ class Engine:
     concurrency: requests that run at the same time, at most.
     chunk_tokens: prompt tokens per step; ``None`` computes a prompt in one step.
     on_progress: called with the number of finished requests whenever it grows.
+    record: makes the recorder of the run; it is given a clock that counts the manager's steps. A request is in the
+        queue from the moment when only memory keeps it from running.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Engine:
         concurrency: int = 16,
         chunk_tokens: int | None = None,
         on_progress: Callable[[int], None] | None = None,
+        record: Callable[[Callable[[], float]], Iterations] | None = None,
     ) -> None:
         self._manager = manager
         self._layout = manager.layout
@@ -122,6 +127,8 @@ class Engine:
         #: The first waiting request did not fit, and nothing has left since.
         self._blocked = False
         self._result = ReplayResult()
+        self._steps = 0
+        self._iterations = None if record is None else record(lambda: self._steps)
 
     def run(self, requests: Iterable[TraceRequest]) -> ReplayResult:
         """Raises CapacityError when a request can never fit."""
@@ -139,6 +146,8 @@ class Engine:
             if self._on_progress is not None:
                 self._on_progress(finished)
         self._result.stats = self._manager.stats()
+        if self._iterations is not None:
+            self._iterations.close()
         return self._result
 
     def _take(self, request: TraceRequest) -> None:
@@ -185,6 +194,8 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._concurrency:
             job = self._waiting[0]
+            if self._iterations is not None and job.timer is None:
+                job.timer = self._iterations.request(str(job.request.number))
             self._blocked = self._blocked or not self._fits(job.pages) or not self._start(job)
             if self._blocked:
                 return
@@ -209,8 +220,16 @@ class Engine:
                 result.prompt_ns += _now() - begin
                 if not self._running:
                     raise self._never_fits(job, "; ".join(map(str, plan.shortages)))
+                if job.timer is not None:
+                    job.timer.enter("queue")
                 return False
-            manager.complete(plan.commit())
+            if job.timer is not None:
+                job.timer.enter("prefill")
+            step = plan.commit()
+            manager.complete(step)
+            begin += self._note(step)
+        if job.timer is not None:
+            job.timer.enter("decode")
         self._batch.join(sequence)
         result.prompt_ns += _now() - begin
         job.sequence = sequence
@@ -234,16 +253,29 @@ class Engine:
                 raise self._never_fits(self._running[0], "; ".join(map(str, plan.shortages)))
             self._preempt()
             plan = self._manager.plan((), decode=self._batch)
-        self._manager.complete(plan.commit())
+        step = plan.commit()
+        self._manager.complete(step)
         result.decode_ns += _now() - begin
+        self._note(step)
         result.decode_steps += 1
         result.output_tokens += len(self._running)
+
+    def _note(self, step: Step) -> int:
+        """Record a step. Returns the nanoseconds that this took."""
+        self._steps += 1
+        if self._iterations is None:
+            return 0
+        begin = _now()
+        self._iterations.step(step, running=len(self._running), waiting=len(self._waiting))
+        return _now() - begin
 
     def _preempt(self) -> None:
         """Take the youngest request out; it starts again when there is room."""
         job = self._running.pop()
         job.done = job.output_length - (job.ends_at - self._result.decode_steps)
         self._leave(job, self._generated(job, job.done))
+        if job.timer is not None:
+            job.timer.enter("queue")
         self._waiting.appendleft(job)
         self._result.preemptions += 1
 
@@ -258,6 +290,13 @@ class Engine:
             begin = _now()
             self._leave(job, generated)
             self._result.prompt_ns += _now() - begin
+            if job.timer is not None:
+                job.timer.finish(
+                    "length",
+                    prompt_tokens=job.request.input_length,
+                    reused_tokens=self._result.reused[job.request.number],
+                    generated_tokens=job.output_length,
+                )
         return len(ended)
 
     def _generated(self, job: _Job, done: int) -> IntArray:

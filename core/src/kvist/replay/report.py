@@ -51,6 +51,9 @@ class Report:
             "chunk_tokens": self.chunk_tokens,
             "requests": result.served,
             "refused": result.refused,
+            "bytes_per_token": layout.token_bytes,
+            "padding_bytes_per_token": layout.token_padding_bytes,
+            "bytes_per_sequence": layout.sequence_bytes,
             "prompt_tokens": result.prompt_tokens,
             "reused_tokens": result.reused_tokens,
             "hit_rate": result.hit_rate,
@@ -113,11 +116,17 @@ class Report:
         result, layout = self.result, self.layout
         lines = [
             ("memory", f"{shown_bytes(layout.arena_bytes)} in blocks of {layout.block_tokens} tokens"),
+            (
+                "history",
+                f"{layout.token_bytes:,.2f} bytes per token, and {layout.token_padding_bytes:,.2f} of padding",
+            ),
             ("requests", f"{result.served:,}, at most {result.peak_running} at a time"),
             ("prompt tokens", f"{result.prompt_tokens:,}"),
             ("reused tokens", f"{result.reused_tokens:,}"),
             ("hit rate", f"{result.hit_rate:.2%}"),
         ]
+        if layout.sequence_bytes:
+            lines.insert(2, ("windows and states", f"{shown_bytes(layout.sequence_bytes)} per sequence at most"))
         if self.ceiling is not None:
             lines.append(("hit rate without eviction", f"{self.ceiling.hit_rate:.2%}"))
         lines += [

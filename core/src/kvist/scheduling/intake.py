@@ -60,7 +60,7 @@ class Intake(Generic[J]):
         self._generated = generated
         self._clock = clock
         self._ageing_s = ageing_s
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._turn: Turn[J] | None = None
         #: What the last step that did not fit at all has lacked.
@@ -184,7 +184,7 @@ class Intake(Generic[J]):
         if roster.holding_count and (self._gate.crowded or job is self._gate.closed_for):
             return None
         queued = len(roster.decode) + sum(each.remaining for each in roster.prefill)
-        return job if queued < self._max_batch_tokens else None
+        return job if queued < self.max_batch_tokens else None
 
     def _begin(self, job: J) -> bool:
         """Give a job its sequence, unless there is no room for it now."""
@@ -318,7 +318,7 @@ class Intake(Generic[J]):
         return bool(self.manager.copying) or (self._remote is not None and self._remote.open > 0)
 
     def _require_no_turn(self, job: J) -> None:
-        if self._turn is not None and job.state in (State.PREFILL, State.DECODE):
+        if self._turn is not None and job.state in (State.PREFILL, State.DECODE, State.DRAFT):
             raise StateError(
                 f"request {job.number} is in a step", hint="complete() the turn first, then end the request"
             )

@@ -20,7 +20,8 @@ class State(enum.Enum):
 
     WAITING: in the queue, new or paused. DEFERRED: until an earlier job has computed the prefix that both share.
     SUSPENDED: in the queue, its sequence suspended. ARRIVING: its rows come from another process. LOADING: from a lower
-    tier. PREFILL: has tokens to compute before the next one can be chosen. DECODE: one token a step. DONE: ended.
+    tier. PREFILL: has tokens to compute before the next one can be chosen. DECODE: one token a step. DRAFT: as DECODE,
+    in a step that also computes drafts for it; only between ``turn`` and the turn's end. DONE: ended.
     """
 
     WAITING = "waiting"
@@ -30,6 +31,7 @@ class State(enum.Enum):
     LOADING = "loading"
     PREFILL = "prefill"
     DECODE = "decode"
+    DRAFT = "draft"
     DONE = "done"
 
 
@@ -42,7 +44,8 @@ NEXT: Mapping[State, frozenset[State]] = {
     _S.ARRIVING: frozenset({_S.PREFILL, _S.WAITING, _S.DONE}),
     _S.LOADING: frozenset({_S.PREFILL, _S.DONE}),
     _S.PREFILL: frozenset({_S.DECODE, _S.SUSPENDED, _S.WAITING, _S.DONE}),
-    _S.DECODE: frozenset({_S.SUSPENDED, _S.WAITING, _S.DONE}),
+    _S.DECODE: frozenset({_S.DRAFT, _S.SUSPENDED, _S.WAITING, _S.DONE}),
+    _S.DRAFT: frozenset({_S.DECODE}),
     _S.DONE: frozenset(),
 }
 

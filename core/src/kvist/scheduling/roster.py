@@ -15,8 +15,8 @@ J = TypeVar("J", bound=Job)
 class Roster(Generic[J]):
     """Jobs by state.
 
-    queue: WAITING and SUSPENDED, in order. prefill: in order. decode: as rows of the decode batch. loading, arriving,
-    deferred: in the order in which they began that.
+    queue: WAITING and SUSPENDED, in order. prefill: in order. decode: as rows of the decode batch. draft, loading,
+    arriving, deferred: in the order in which they began that.
     started_count: jobs that were admitted and have not ended, wherever they are now.
     """
 
@@ -24,6 +24,7 @@ class Roster(Generic[J]):
         self.queue: list[J] = []
         self.prefill: list[J] = []
         self.decode: list[J] = []
+        self.draft: list[J] = []
         self.loading: list[J] = []
         self.arriving: list[J] = []
         self.deferred: list[J] = []
@@ -35,6 +36,7 @@ class Roster(Generic[J]):
             State.SUSPENDED: self.queue,
             State.PREFILL: self.prefill,
             State.DECODE: self.decode,
+            State.DRAFT: self.draft,
             State.LOADING: self.loading,
             State.ARRIVING: self.arriving,
             State.DEFERRED: self.deferred,
@@ -45,21 +47,21 @@ class Roster(Generic[J]):
 
     def __iter__(self) -> Iterator[J]:
         """Every job that has not ended."""
-        return chain(self.queue, self.deferred, self.arriving, self.loading, self.prefill, self.decode)
+        return chain(self.queue, self.deferred, self.arriving, self.loading, self.prefill, self.decode, self.draft)
 
     @property
     def idle(self) -> bool:
         """Has every job ended?"""
-        return not (self.queue or self.prefill or self.decode or self.loading or self.arriving or self.deferred)
+        return not any(self._lists.values())
 
     @property
     def holding_count(self) -> int:
         """Jobs that hold memory."""
-        return len(self.prefill) + len(self.decode) + len(self.loading) + len(self.arriving)
+        return len(self.prefill) + len(self.decode) + len(self.draft) + len(self.loading) + len(self.arriving)
 
     def holding(self) -> Iterator[J]:
         """Jobs that hold memory."""
-        return chain(self.arriving, self.loading, self.prefill, self.decode)
+        return chain(self.arriving, self.loading, self.prefill, self.decode, self.draft)
 
     def last(self) -> J:
         """Of those that compute, the last one in order."""

@@ -9,28 +9,33 @@ import attrs
 from kvist.plan import Run
 from kvist.scheduling.job import Job
 from kvist.scheduling.joint import JointPlan
-from kvist.step import Step
+from kvist.step import NO_DRAFTS, IntArray, Step
 
 J = TypeVar("J", bound=Job)
 
 
 @attrs.frozen(eq=False)
 class Chunk(Generic[J]):
-    """``count`` tokens of ``job.tokens`` from position ``start`` on. ``last``: after them the next token is chosen."""
+    """Rows of one job from position ``start`` on: ``count`` tokens of ``job.tokens``; or, with ``drafts``, the newest
+    token that the job has generated (``count`` is 1) and behind it the drafts, int32.
+
+    last: after the rows the next token is chosen, and with drafts after each of them.
+    """
 
     job: J
     start: int
     count: int
+    drafts: IntArray = NO_DRAFTS
 
     @property
     def last(self) -> bool:
-        return self.start + self.count == len(self.job.tokens)
+        return self.start + self.count >= len(self.job.tokens)
 
 
 @attrs.frozen(eq=False)
 class Turn(Generic[J]):
-    """A committed step. Its rows: ``decode_rows`` of the jobs that decode, in the order of ``Scheduler.decoding``, then
-    ``chunks``, in this order.
+    """A committed step. Its rows: ``decode_rows`` of the jobs that decode without drafts, in the order of
+    ``Scheduler.decoding``, then ``chunks``, in this order.
 
     step: of the scheduler's own manager. steps: the same, and the companion's behind it.
     """
@@ -59,6 +64,7 @@ class SchedulerStats:
     deferred: times that a job waited for another's prefix. suspensions, pauses: preemptions with and without a copy in
         a lower tier, after which ``recomputed_tokens`` were computed a second time.
     trimmed: turns in which prompts got fewer tokens than the budget has, because pages were short.
+    drafted: drafts that were computed. accepted: those that were right and stayed.
     """
 
     submitted: int = 0
@@ -71,3 +77,5 @@ class SchedulerStats:
     pauses: int = 0
     recomputed_tokens: int = 0
     trimmed: int = 0
+    drafted: int = 0
+    accepted: int = 0

@@ -11,7 +11,7 @@ from kvist.template import create
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Name of the plugin, e.g. the model family: mamba.")],
+    name: Annotated[str, typer.Argument(help="Name of the plugin, for example that of a model family.")],
     folder: Annotated[Path | None, typer.Option(help="Where to put it; default: ./kvist-NAME.")] = None,
 ) -> None:
     """Write a new plugin that works: its pyproject.toml, its module and its tests, to be changed from there."""

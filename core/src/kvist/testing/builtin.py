@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvist.attention.cpu import CpuBackend
+from kvist.attention.gather import TorchCpuBackend
 from kvist.attention.reference import ReferenceBackend
 from kvist.builtin import kvist_attention_backends
 from kvist.layout import Layout
@@ -39,10 +39,10 @@ class TestReference(GQABackendTests):
 
 
 class TestCpu(GQABackendTests):
-    """The C kernel where it compiles."""
+    """What gathers pages for torch."""
 
-    backend = CpuBackend
-    features = DECLARED["cpu"]
+    backend = TorchCpuBackend
+    features = DECLARED["cpu-torch"]
 
 
 class TestTcp(TransportTests, TransceiverTests):

@@ -8,7 +8,6 @@ from zlib import crc32
 import numpy as np
 
 from kvist.layout import Group, Part
-from kvist.spec import Window
 from kvist.step import IntArray
 from kvist.testing.reads import reads
 from kvist.testing.values import Array, Values, state_rows
@@ -58,8 +57,7 @@ class ByteValues(Values):
                 )
 
     def _turn_ring(self, group: Group, table: IntArray, start: int, truth: Array, written: Array) -> None:
-        window, block = group.retention, self.layout.block_tokens
-        assert isinstance(window, Window)
+        ring, block = group.retention.ring, self.layout.block_tokens
         for part in group.parts:
             assert part.stream.tokens_per_row == 1, f"{group.name}: a ring has rows of single tokens"
             size = part.stream.row.row_bytes
@@ -67,11 +65,11 @@ class ByteValues(Values):
             def row_of(position: int, part: Part = part, size: int = size) -> Array:
                 page = table[position // block]
                 assert page > 0, f"{group.name}: position {position} has no page"
-                begin = part.offset + position % window.ring * size
+                begin = part.offset + position % ring * size
                 row: Array = self.pages[group.index][page, begin : begin + size]
                 return row
 
-            for position in range(max(0, start - window.tokens + 1), start):
+            for position in range(reads(group.retention, start)[-1][0], start):
                 assert np.array_equal(row_of(position), _bytes_of(part, truth[position])), (
                     f"{group.name}: the ring of layer {part.layer_id} {part.stream.name} has lost position {position}"
                 )

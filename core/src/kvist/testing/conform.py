@@ -3,7 +3,7 @@
 A distribution names the module of its suites, classes ``Test...``, under the plugin's own name::
 
     [project.entry-points."kvist.conformance"]
-    mamba = "kvist_mamba.conformance"
+    acme = "kvist_acme.conformance"
 
 The module is imported only here. :class:`~kvist.testing.packaging.PluginTests` runs for every installed plugin, whether
 its module has them or not.

@@ -19,7 +19,8 @@ from typing import Any
 
 from kvist.testing.machine import OPERATIONS, CacheMachine
 from kvist.testing.mixes import Draw, Setup
-from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine, TierSetup
+from kvist.testing.tier_bookkeeping import TierSetup
+from kvist.testing.tier_machine import TIER_OPERATIONS, TierMachine
 
 #: Operations of one manager, and every how many of them its books are audited.
 LENGTH, AUDIT = 250, 5

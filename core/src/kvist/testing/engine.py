@@ -64,6 +64,7 @@ class Engine:
             f"probe() promises {expected} of {len(prompt)} tokens, open() reuses {sequence.reused}, and "
             f"{sequence.computed} count as computed"
         )
+        self._whole_rows(sequence)
         self.texts[id(sequence)] = prompt
         self.audit()
         return sequence
@@ -151,6 +152,7 @@ class Engine:
         assert computed == sequence.computed and not sequence.suspended, (
             f"resume() returns {computed}, and {sequence.computed} tokens are computed"
         )
+        self._whole_rows(sequence)
         self.audit()
         return computed
 
@@ -199,6 +201,13 @@ class Engine:
         stats = self.manager.stats()
         assert stats.extents == 0
         assert all(group.cached == group.held == 0 for group in stats.groups), "pages are in use after clear()"
+
+    def _whole_rows(self, sequence: Sequence) -> None:
+        """A sequence does not go on inside a row of several tokens that somebody else has begun."""
+        unit = self.manager.layout.reuse_unit
+        assert sequence.computed % unit == 0, (
+            f"{sequence.computed} tokens are reused, which ends inside a row; rows are whole at multiples of {unit}"
+        )
 
     def used(self) -> list[tuple[int, int]]:
         """Cached and held pages of each group."""

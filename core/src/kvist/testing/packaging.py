@@ -3,13 +3,13 @@
 A plugin's own tests subclass them::
 
     class TestPackaging(PluginTests):
-        name = "mamba"
+        name = "acme"
 
         def configs(self):
-            return [{"model_type": "mamba2", "hidden_size": 64}]
+            return [{"model_type": "acme", "hidden_size": 64}]
 
         def bad_configs(self):
-            return [({"model_type": "mamba2"}, "mamba2: config field 'hidden_size' is missing")]
+            return [({"model_type": "acme"}, "acme: config field 'hidden_size' is missing")]
 
 Everything happens in clean processes, as at an operator's. The clauses are in ``docs/reference/contract/packaging.md``.
 """

@@ -3,10 +3,10 @@
 A plugin's own tests subclass them and count by hand::
 
     class TestSpec(CacheSpecTests):
-        factory = "kvist_mamba.spec:cache_spec"
+        factory = "kvist_acme.spec:cache_spec"
 
         def configs(self):
-            return [{"model_type": "mamba2", "hidden_size": 64}]
+            return [{"model_type": "acme", "hidden_size": 64}]
 
         def bytes_per_token(self, config):
             return 0

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvist.layout import Group, Layout
 from kvist.sequence import Sequence as CachedSequence
-from kvist.spec import CacheSpec, Layer, Retention, RowFormat, Scope, Stream, Window
+from kvist.spec import CacheSpec, Layer, Retention, RowFormat, Scope, Stream
 from kvist.step import NO_PAGE, IntArray, Step
 from kvist.testing.reads import reads
 from kvist.testing.under_test import ManagerUnderTest
@@ -108,7 +108,8 @@ class Values:
         # What is free may still be the source of a copy, until something is written to it.
         self._copy(step.copies)
         self.poison(step.copies)
-        for zeroed, pages in zip(self.pages, step.fresh):
+        for zeroed, pages, pairs in zip(self.pages, step.fresh, step.copies):
+            assert not np.isin(pages, pairs[:, 1]).any(), "a page is to be both copied to and filled with zeros"
             zeroed[pages] = 0
         for row, sequence in enumerate(sequences):
             end, count = int(step.lengths[row]), int(step.query_lengths[row])
@@ -147,11 +148,9 @@ class Values:
         self.pages[group.index][pages, positions % self.layout.block_tokens] = values[start:]
 
     def _turn_ring(self, group: Group, table: IntArray, start: int, truth: Array, written: Array) -> None:
-        """The step's own rows come from its inputs; what is read from pages are the window's rows before them."""
-        window, block, pages = group.retention, self.layout.block_tokens, self.pages[group.index]
-        assert isinstance(window, Window)
-        ring = window.ring
-        for position in range(max(0, start - window.tokens + 1), start):
+        """The step's own rows come from its inputs; what is read from pages are the rows before them."""
+        ring, block, pages = group.retention.ring, self.layout.block_tokens, self.pages[group.index]
+        for position in range(reads(group.retention, start)[-1][0], start):
             found = pages[table[position // block], position % ring]
             assert found == truth[position], f"{group.name}: the ring has lost position {position}"
         for position in range(start, len(written)):

@@ -6,7 +6,7 @@ inserted like anything that was computed, so known blocks are kept once, whateve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -133,6 +133,11 @@ class Level:
     def held(self) -> Iterator[Extent]:
         """Extents that copies hold."""
         return (pin.extent for pin in self.pins.values() if pin.extent is not None)
+
+    @property
+    def copying(self) -> list[int]:
+        """Pages per group that pins keep, a page once for each."""
+        return pinned(self.pins.values(), len(self.groups))
 
     def touched(self) -> Iterator[tuple[int, IntArray]]:
         """Groups and pages that copies in progress read or write, and which must stay where they are."""
@@ -278,6 +283,15 @@ class Level:
         for pages in removed:
             for group, row in enumerate(pages):
                 self.ledger.unpublish(group, present(row))
+
+
+def pinned(pins: Iterable[Pin], group_count: int) -> list[int]:
+    """Pages per group that ``pins`` keep, a page once for each."""
+    counts = [0] * group_count
+    for pin in pins:
+        for group in range(group_count):
+            counts[group] += len(pin.pages[group]) + len(pin.read[group])
+    return counts
 
 
 def above(tip: Extent, block: int, low: int, high: int) -> Iterator[tuple[Extent, int, IntArray]]:

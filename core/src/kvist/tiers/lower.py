@@ -173,13 +173,14 @@ class LowerTiers:
                 ledger = self.host.ledger
                 capacity = [ledger.layout.page_capacity(group) for group in layout.groups]
                 used = [ledger.arena.taken_count[group.index] for group in layout.groups]
-                evicted = self.host.evicted
+                evicted, copying = self.host.evicted, self.host.copying
                 used_bytes = sum(count * group.page_bytes for count, group in zip(used, layout.groups))
                 capacity_bytes = (ledger.layout.slab_count - 1) * ledger.layout.slab_bytes
             else:
                 assert self._content is not None
                 disk = self._content.disk.stats()
-                capacity, used, evicted = [0 for _ in layout.groups], list(disk.pages), [0 for _ in layout.groups]
+                nothing = [0 for _ in layout.groups]
+                capacity, used, evicted, copying = nothing, list(disk.pages), nothing, nothing
                 used_bytes, capacity_bytes = disk.used_bytes + disk.foreign_bytes, disk.budget_bytes
             for group in layout.groups:
                 index = group.index
@@ -192,6 +193,7 @@ class LowerTiers:
                         self._down[tier][index],
                         self._up[tier][index],
                         evicted[index],
+                        copying[index],
                     )
                 )
             found.append(

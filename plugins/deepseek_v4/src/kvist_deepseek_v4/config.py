@@ -49,13 +49,14 @@ class LayerKind:
 class ModelShape:
     """What the cache needs to know of a model. Sizes in elements, window in tokens.
 
-    layers, mtp_layers: of the model, and of its multi-token prediction. dtype: of the weights, float32 where the config
-    names none.
+    layers, mtp_layers: of the model, and of its multi-token prediction. rope: elements at the end of a row that
+    rotate. dtype: of the weights, float32 where the config names none.
     """
 
     layers: tuple[LayerKind, ...]
     mtp_layers: tuple[LayerKind, ...]
     head_dim: int
+    rope: int
     index_head_dim: int
     index_topk: int
     window: int
@@ -77,11 +78,12 @@ def read_config(config: Config) -> ModelShape:
     fields = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
     layers, mtp_layers = _schedule(fields)
     head_dim, index_head_dim = _count(fields, "head_dim"), _count(fields, "index_head_dim")
-    _require_rope(fields, head_dim, index_head_dim if any(layer.indexed for layer in layers) else head_dim)
+    smallest = index_head_dim if any(layer.indexed for layer in layers) else head_dim
     return ModelShape(
         layers=layers,
         mtp_layers=mtp_layers,
         head_dim=head_dim,
+        rope=_rope(fields, head_dim, smallest),
         index_head_dim=index_head_dim,
         index_topk=_count(fields, "index_topk"),
         window=_count(fields, "sliding_window"),
@@ -165,8 +167,9 @@ def _require_length(name: str, values: Any, wanted: tuple[int, ...], count: int,
         raise SpecError(f"{name} has {len(values)} entries for num_hidden_layers={count}{behind}")
 
 
-def _require_rope(config: Config, head_dim: int, smallest: int) -> None:
-    """Raise SpecError for rope that an index row has no room for, or that depends on the length of the sequence."""
+def _rope(config: Config, head_dim: int, smallest: int) -> int:
+    """How many elements rotate. Raises SpecError for rope that an index row has no room for, or that depends on the
+    length of the sequence."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping)]
     for rope in ropes:
@@ -185,6 +188,7 @@ def _require_rope(config: Config, head_dim: int, smallest: int) -> None:
             f"rope turns {width} elements, of rows of {smallest}: they are pairs, and no more than there are",
             hint="set partial_rotary_factor or qk_rope_head_dim as the checkpoint has it",
         )
+    return int(width)
 
 
 def _count(config: Config, field: str, least: int = 1) -> int:

@@ -6,11 +6,13 @@ import attrs
 
 from kvist.errors import SpecError
 from kvist.spec import CacheSpec, History, Layer, Stream, Window
+from kvist_deepseek_v4.formats import INDEX_FP8, INDEX_MXFP4, PACKED, EncodedRow, elements_of
 
 #: Names of the streams: the window's rows; compressed rows and what they are made from; the same of the index.
 KV, COMPRESSED, STATE, INDEX_K, INDEX_STATE = "kv", "compressed", "state", "index_k", "index_state"
-#: What rows of ``kv``, ``compressed`` and ``index_k`` are stored as. States are float32.
+#: What rows of ``kv``, ``compressed`` and ``index_k`` are stored as, if they are plain. States are float32.
 FLOATS = ("float32", "bfloat16", "float16")
+_ENCODINGS = {KV: (PACKED,), COMPRESSED: (PACKED,), INDEX_K: (INDEX_FP8, INDEX_MXFP4)}
 
 
 @attrs.frozen
@@ -56,7 +58,7 @@ def _geometry(layer: Layer, where: str) -> LayerGeometry:
     series = _compressor(streams[COMPRESSED], streams[STATE], head_dim, ratio, where)
     index_dim = 0
     if INDEX_K in streams:
-        index_dim = streams[INDEX_K].row.shape[-1]
+        index_dim = elements_of(streams[INDEX_K].row)
         if _compressor(streams[INDEX_K], streams[INDEX_STATE], index_dim, ratio, where) != series:
             raise SpecError(f"{where}: the index's windows overlap and the others do not, or the other way round")
     return LayerGeometry(layer.id, head_dim, window, ratio, series == 2, index_dim)
@@ -64,10 +66,10 @@ def _geometry(layer: Layer, where: str) -> LayerGeometry:
 
 def _compressor(rows: Stream, state: Stream, size: int, ratio: int, where: str) -> int:
     """Check compressed rows and their states. Returns the number of series in a state."""
-    _row(rows, where, ratio)
-    if rows.row.shape[-1] != size or rows.retention != History():
+    elements = _row(rows, where, ratio)
+    if elements != size or rows.retention != History():
         raise SpecError(
-            f"{where} stream {rows.name!r} keeps rows of {rows.row.shape} for {rows.retention}, expected rows of "
+            f"{where} stream {rows.name!r} keeps rows of ({elements},) for {rows.retention}, expected rows of "
             f"({size},) for History()"
         )
     if ratio < 2:
@@ -88,13 +90,18 @@ def _row(stream: Stream, where: str, tokens_per_row: int) -> int:
     what = f"{where} stream {stream.name!r}"
     if len(stream.row.shape) != 1:
         raise SpecError(f"{what} has rows of shape {stream.row.shape}, expected (size,)")
-    if stream.row.dtype not in FLOATS:
+    if isinstance(stream.row, EncodedRow):
+        if stream.row.encoding not in _ENCODINGS[stream.name]:
+            raise SpecError(
+                f"{what} is stored as {stream.row.encoding}", hint=f"use {' or '.join(_ENCODINGS[stream.name])}"
+            )
+    elif stream.row.dtype not in FLOATS:
         raise SpecError(f"{what} is stored as {stream.row.dtype}", hint=f"use one of {', '.join(FLOATS)}")
     if stream.row.scale is not None:
         raise SpecError(f"{what} has scales, rows must be plain")
     if stream.tokens_per_row != tokens_per_row:
         raise SpecError(f"{what} has {stream.tokens_per_row} tokens per row, expected {tokens_per_row}")
-    return stream.row.shape[0]
+    return elements_of(stream.row)
 
 
 def _window(stream: Stream, where: str) -> int:

@@ -9,6 +9,8 @@ KVIST_SPEC = (1, 0)
 
 #: The family of inputs: every layer hands over ``DeepseekV4Inputs``.
 FAMILY = "deepseek_v4"
+#: A part of the family that not every backend has: rows that are no plain elements.
+ENCODED_ROWS = "encoded_rows"
 
 
 @hookimpl
@@ -27,7 +29,7 @@ def kvist_cache_managers() -> list[CacheManagerInfo]:
 
 @hookimpl
 def kvist_attention_backends() -> list[AttentionBackendInfo]:
-    """The reference, which runs anywhere."""
+    """The reference, which runs anywhere, and the kernels for a GPU."""
     return [
         AttentionBackendInfo(
             name="deepseek-v4-reference",
@@ -35,7 +37,18 @@ def kvist_attention_backends() -> list[AttentionBackendInfo]:
             devices=(ANY,),
             dtypes=(ANY,),
             families=(FAMILY,),
+            features=frozenset({ENCODED_ROWS}),
             install_hint="pip install 'kvist-deepseek-v4[torch]'",
             requires=("torch",),
-        )
+        ),
+        AttentionBackendInfo(
+            name="deepseek-v4-triton",
+            factory="kvist_deepseek_v4.kernels.backend:TritonBackend",
+            devices=("cuda",),
+            dtypes=("float32", "bfloat16", "float16"),
+            families=(FAMILY,),
+            priority=10,
+            install_hint="pip install 'kvist-deepseek-v4[triton]'",
+            requires=("torch", "triton"),
+        ),
     ]

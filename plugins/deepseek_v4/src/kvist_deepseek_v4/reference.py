@@ -8,11 +8,12 @@ import attrs
 import torch
 
 from kvist.attention.base import AttentionBackend, BackendContext
-from kvist.layout import PageLayout, RowMajor
+from kvist.layout import PageLayout
 from kvist.spec import CacheSpec
 from kvist.step import IntArray, Step
 from kvist_deepseek_v4.checks import check_inputs
 from kvist_deepseek_v4.compress import norm, pool, rotate, window_in_front
+from kvist_deepseek_v4.formats import pages_of
 from kvist_deepseek_v4.geometry import COMPRESSED, INDEX_K, INDEX_STATE, KV, STATE, LayerGeometry, layers_of
 from kvist_deepseek_v4.inputs import DeepseekV4Inputs
 from kvist_deepseek_v4.rows import StreamRows
@@ -58,24 +59,25 @@ class _Series:
 class ReferenceBackend(AttentionBackend):
     """One sequence after the other: write rows, make the compressed rows that the step completes, select, attend.
 
-    Attention, pooling and scores are computed in float32, float64 for float64 queries. Rows are stored one after the
-    other, in the spec's dtypes, and rounded before they take part, so a result does not depend on how a prompt was cut
-    into steps. A step's own window rows and states are read from the inputs: a chunk may be longer than any window,
-    and where the table names no page they are not written. Serves any sizes, on any torch device.
+    Attention, pooling and scores are computed in float32, float64 for float64 queries. Rows are stored as the spec
+    says, encoded ones too, and rounded before they take part, so a result does not depend on how a prompt was cut into
+    steps. A step's own window rows and states are read from the inputs: a chunk may be longer than any window, and
+    where the table names no page they are not written. Serves any sizes, on any torch device.
     """
 
     name = "deepseek-v4-reference"
 
     @classmethod
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
-        """Row-major."""
+        """Row-major, planar where rows are encoded: see :func:`~kvist_deepseek_v4.formats.pages_of`."""
         layers_of(spec, cls.name)
-        return RowMajor()
+        return pages_of(spec)
 
     def __init__(self, context: BackendContext) -> None:
         self._layers = layers_of(context.spec, self.name)
+        domain = context.spec.domain
         self._streams = {
-            layer.id: {stream.name: StreamRows.of(context.memory, layer.id, stream) for stream in layer.streams}
+            layer.id: {stream.name: StreamRows.of(context.memory, layer.id, stream, domain) for stream in layer.streams}
             for layer in context.spec.layers
         }
         self._device = context.memory.device
@@ -152,7 +154,8 @@ class ReferenceBackend(AttentionBackend):
         assert inputs.index_query is not None and inputs.index_weights is not None
         keys = self._streams[layer.id][INDEX_K]
         known = keys.read(row.tables[keys.group], 0, row.end // layer.ratio)
-        scores = index_scores(inputs.index_query[row.tokens], inputs.index_weights[row.tokens], known)
+        query = keys.codec.turn(inputs.index_query[row.tokens])
+        scores = index_scores(query, inputs.index_weights[row.tokens], known)
         return select(scores, visible, inputs.topk)
 
     def _attend(self, layer: LayerGeometry, row: _Row, inputs: DeepseekV4Inputs, window: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from kvist.errors import SpecError
 from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream, Window
 from kvist_deepseek_v4.config import Config, LayerKind, ModelShape, read_config
+from kvist_deepseek_v4.formats import FORMATS, index_row, packed_row
 from kvist_deepseek_v4.geometry import COMPRESSED, INDEX_K, INDEX_STATE, KV, STATE
 
 #: Config fields that say nothing about what rows contain.
@@ -37,7 +38,8 @@ def cache_spec(
         (``layer_types`` and ``compress_rates``). No schedule is assumed where it has neither.
     block_tokens: tokens of a page, a multiple of the ratios: of 128 for the released models.
     dtype: element type of all rows but states, torch's name without the prefix; ``None`` takes the config's, else
-        float32.
+        float32. ``"fp8"`` and ``"fp8-mxfp4"`` are packed rows with index rows of 8 and of 4 bits, see
+        :mod:`~kvist_deepseek_v4.formats`.
     fingerprint: what tells this model's rows from another's; ``None`` digests config and dtype, which is enough where
         only one set of weights is in play.
     drafts: most drafts of a step. A window much shorter than a block is kept as a ring, which has room for them.
@@ -96,18 +98,22 @@ def _streams(shape: ModelShape, kind: LayerKind, dtype: str, block_tokens: int, 
         ring = tokens + drafts
         return Window(tokens, ring=ring if 2 * ring <= block_tokens else 0)
 
-    def compressor(rows: str, state: str, size: int) -> tuple[Stream, Stream]:
+    def compressor(rows: str, row: RowFormat, state: str, size: int) -> tuple[Stream, Stream]:
         series = 2 if kind.overlap else 1
         return (
-            Stream(rows, RowFormat((size,), dtype), History(), kind.ratio, continued=True),
+            Stream(rows, row, History(), kind.ratio, continued=True),
             Stream(state, RowFormat((2, series * size), "float32"), window(series * kind.ratio)),
         )
 
-    streams = [Stream(KV, RowFormat((shape.head_dim,), dtype), window(shape.window))]
+    size, index_size = shape.head_dim, shape.index_head_dim
+    _, index_encoding = FORMATS.get(dtype, (None, None))
+    row = packed_row(size, shape.rope) if dtype in FORMATS else RowFormat((size,), dtype)
+    streams = [Stream(KV, row, window(shape.window))]
     if kind.ratio:
-        streams += compressor(COMPRESSED, STATE, shape.head_dim)
+        streams += compressor(COMPRESSED, row, STATE, size)
     if kind.indexed:
-        streams += compressor(INDEX_K, INDEX_STATE, shape.index_head_dim)
+        row = index_row(index_size, index_encoding) if index_encoding else RowFormat((index_size,), dtype)
+        streams += compressor(INDEX_K, row, INDEX_STATE, index_size)
     return streams
 
 

@@ -19,8 +19,9 @@ from kvist.attention.base import AttentionBackend
 from kvist.attention.families import Backends, Need
 from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec
+from kvist_deepseek_v4.formats import encodings, format_of
 from kvist_deepseek_v4.inputs import DeepseekV4Inputs
-from kvist_deepseek_v4.plugin import FAMILY
+from kvist_deepseek_v4.plugin import ENCODED_ROWS, FAMILY
 from kvist_deepseek_v4.spec import cache_spec
 
 #: Name under which the attention function is registered with transformers.
@@ -50,7 +51,7 @@ class DeepseekV4Adapter:
         _check_model(model, spec)
         self.model = model
         self.spec = spec
-        self.needs = {FAMILY: Need(spec)}
+        self.needs = {FAMILY: Need(spec, frozenset({ENCODED_ROWS} if encodings(spec) else ()))}
         self._call: _Call | None = None
         AttentionInterface.register(NAME, _attention)
         self._previous = model.config._attn_implementation
@@ -188,8 +189,8 @@ def _check_model(model: Any, spec: CacheSpec) -> None:
                 f"{what}: {name} scales its rope by {scaling}",
                 hint="set attention_factor=1.0 in rope_parameters['compress'], as the checkpoints are meant",
             )
-    config, dtype = model.config.to_dict(), spec.layers[0].streams[0].row.dtype
-    expected = cache_spec(config, block_tokens=spec.block_tokens, dtype=dtype, drafts=_drafts(spec))
+    config = model.config.to_dict()
+    expected = cache_spec(config, block_tokens=spec.block_tokens, dtype=format_of(spec), drafts=_drafts(spec))
     if expected.layers != spec.layers:
         raise SpecError(f"the spec describes other layers than {what} has", hint="make it with cache_spec(config)")
 

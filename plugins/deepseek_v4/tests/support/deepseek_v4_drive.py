@@ -23,6 +23,9 @@ from kvist_deepseek_v4.transformers import DeepseekV4Adapter
 
 Backend = type[Any]
 
+#: What is in rows that nobody needs: no number, in bytes of encoded rows and of their scales, too.
+NOTHING = {torch.float32: torch.nan, torch.bfloat16: torch.nan, torch.uint8: 255}
+
 
 def tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, VOCABULARY, count).astype(np.int32)
@@ -47,8 +50,8 @@ class Cache:
         self.layers = how.pop("layers", range(len(LAYERS)))
         backend = how.pop("backend", ReferenceBackend)
         restore = how.pop("restore", RestorePolicy())
-        config = self.model.config.to_dict()
-        self.spec = cache_spec(config, block_tokens=block, dtype="float32", drafts=drafts, **how)
+        config, dtype = self.model.config.to_dict(), how.pop("dtype", "float32")
+        self.spec = cache_spec(config, block_tokens=block, dtype=dtype, drafts=drafts, **how)
         self.adapter = DeepseekV4Adapter(self.model, self.spec)
         try:
             classes = {"deepseek_v4": backend}
@@ -95,11 +98,12 @@ class Cache:
                 for block in np.flatnonzero(table != NO_PAGE):
                     inside = kept[kept // rows.block_rows == block]
                     gone = np.setdiff1d(np.arange(rows.slots), inside % rows.slots)
-                    rows.view[int(table[block]), gone] = torch.nan
+                    for view in rows.views:
+                        view[int(table[block]), gone] = NOTHING[view.dtype]
                     if stream.name in ("state", "index_state") and stream.row.shape[1] == 2 * self._width(stream.name):
                         # Of a closed window only the first series is read again.
                         closed = inside[inside < sequence.computed // 4 * 4] % rows.slots
-                        page = rows.view[int(table[block])]
+                        page = rows.views[0][int(table[block])]
                         for slot in closed:
                             page[slot, :, self._width(stream.name) :] = torch.nan
 

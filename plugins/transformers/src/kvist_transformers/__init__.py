@@ -8,16 +8,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvist_transformers.draft_model import DraftModel
+    from kvist_transformers.drafting import Drafter, PromptLookup
     from kvist_transformers.engine import Engine
     from kvist_transformers.handle import Handle
     from kvist_transformers.request import Completion, Request, Sampling
     from kvist_transformers.specs import decoder_spec
 
-__all__ = ["Completion", "Engine", "Handle", "Request", "Sampling", "decoder_spec"]
+__all__ = [
+    "Completion",
+    "DraftModel",
+    "Drafter",
+    "Engine",
+    "Handle",
+    "PromptLookup",
+    "Request",
+    "Sampling",
+    "decoder_spec",
+]
 
 _HOMES = {
+    "DraftModel": "draft_model",
+    "Drafter": "drafting",
     "Engine": "engine",
     "Handle": "handle",
+    "PromptLookup": "drafting",
     "Completion": "request",
     "Request": "request",
     "Sampling": "request",

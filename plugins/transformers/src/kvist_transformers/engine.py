@@ -6,26 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvist.attention.families import Backends, page_layout
-from kvist.errors import CapacityError, RequestError, SpecError, StateError
-from kvist.layout import Layout
-from kvist.memory.device import DeviceMemory
-from kvist.registry import Registry, default_registry
+from kvist.errors import CapacityError, RequestError, StateError
+from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
-from kvist_transformers.adapter import model_fingerprint
-from kvist_transformers.backends import choose_backends
 from kvist_transformers.checks import check_request, refused
+from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
 from kvist_transformers.job import EngineJob
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
-from kvist_transformers.sampling import sample, token_logprobs
-from kvist_transformers.slots import SlotTable
+from kvist_transformers.runtime import Runtime
+from kvist_transformers.sampling import sample
+from kvist_transformers.slots import Slots, SlotTable
+from kvist_transformers.speculation import Chosen, Speculation
 from kvist_transformers.stats import EngineStats
-from kvist_transformers.units import parse_bytes
 
 
 class Engine:
@@ -39,6 +35,8 @@ class Engine:
     max_batch_tokens: most tokens computed in one step; longer prompts are computed in chunks.
     max_sequences: most requests running at a time, at most ``max_batch_tokens``.
     admission: which requests may begin beside those that run; ``None`` is the scheduler's own choice.
+    drafter: guesses tokens, so that a step can generate several for one request; the tokens are the same as without.
+        The engine closes it.
     restore: where sequences of models with sliding windows or states stay resumable; ``None`` is the manager's own
         choice.
     fingerprint: what tells this model's rows from another's; ``None`` samples the weights.
@@ -58,46 +56,37 @@ class Engine:
         max_batch_tokens: int = 512,
         max_sequences: int = 64,
         admission: AdmissionPolicy | None = None,
+        drafter: Drafter | None = None,
         restore: RestorePolicy | None = None,
         fingerprint: str | None = None,
         registry: Registry | None = None,
     ) -> None:
-        if not 1 <= max_sequences <= max_batch_tokens:
-            raise SpecError(f"max_sequences={max_sequences} must be in 1 .. max_batch_tokens={max_batch_tokens}")
-        registry = registry or default_registry()
-        config = model.config.to_dict()
-        dtype = str(model.dtype).removeprefix("torch.")
-        entry = registry.cache_manager(str(config.get("model_type")))
-        spec = entry.resolve(entry.info.spec_factory)(
-            config, block_tokens=block_tokens, dtype=dtype, fingerprint=fingerprint or model_fingerprint(model)
+        self._runtime = runtime = Runtime(
+            model,
+            memory=memory,
+            block_tokens=block_tokens,
+            backend=backend,
+            restore=restore,
+            fingerprint=fingerprint,
+            registry=registry,
+            drafts=0 if drafter is None else drafter.most,
         )
-        adapter_target = entry.info.adapters.get("transformers")
-        if adapter_target is None:
-            raise SpecError(f"cache manager {entry} has no adapter for transformers", hint="use it with another host")
-        self.spec = spec
-        self.adapter = entry.resolve(adapter_target)(model, spec)
-        try:
-            needs = self.adapter.needs
-            chosen = choose_backends(registry, needs, device=str(self.adapter.device), dtype=dtype, name=backend)
-            self.backend_names = {family: each.info.name for family, each in chosen.items()}
-            classes = {family: each.resolve(each.info.factory) for family, each in chosen.items()}
-            self.layout = Layout.build(spec, parse_bytes(memory), page_layout(needs, classes))
-            self.memory = DeviceMemory(self.layout, self.adapter.device)
-            self.backends = Backends(self.memory, needs, classes)
-            policy = {} if restore is None else {"restore": restore}
-            self.manager = entry.resolve(entry.info.manager_factory)(self.layout, **policy)
-        except BaseException:
-            self.adapter.detach()
-            raise
-        self.adapter.bind(self.backends)
+        self.spec, self.layout, self.manager = runtime.spec, runtime.layout, runtime.manager
+        self.adapter, self.memory, self.backends = runtime.adapter, runtime.memory, runtime.backends
+        self.backend_names = runtime.backend_names
         self.stats = EngineStats()
-        self.scheduler: Scheduler[EngineJob] = Scheduler(
-            self.manager,
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            generated=self.generated,
-            admission=admission,
-        )
+        try:
+            self.scheduler: Scheduler[EngineJob] = Scheduler(
+                self.manager,
+                max_batch_tokens=max_batch_tokens,
+                max_sequences=max_sequences,
+                generated=self.generated,
+                admission=admission,
+            )
+            self._speculation = None if drafter is None else Speculation(drafter, self.layout)
+        except BaseException:
+            runtime.detach()
+            raise
         self._slots = SlotTable(max_sequences)
         # Slots of the decode rows, for the rows that the batch had when they were made.
         self._decode_slots = np.zeros(0, np.int64)
@@ -186,7 +175,9 @@ class Engine:
         for job in self.scheduler.jobs():
             self._finish(job, "cancelled")
         self._closed = True
-        self.adapter.detach()
+        self._runtime.detach()
+        if self._speculation is not None:
+            self._speculation.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -204,8 +195,12 @@ class Engine:
         """
         self._require_open()
         with torch.inference_mode():
+            drafts = {}
+            if self._speculation is not None:
+                with self.stats.timed("draft_ns"):
+                    drafts = self._speculation.drafts(self.scheduler, self._slots)
             with self.stats.timed("plan_ns"):
-                turn = self.scheduler.turn()
+                turn = self.scheduler.turn(drafts)
                 for job in self.scheduler.take_refused():
                     self._note_end(job, "error")
             if turn is not None:
@@ -223,24 +218,40 @@ class Engine:
             with self.stats.timed("model_ns"):
                 self.memory.apply(turn.step)
                 begun = True
-                self.backends.begin(turn.step)
-                logits = self.adapter.forward(token_ids, positions, logit_rows)
-                self.memory.save(turn.step)
+                logits = self._runtime.forward(turn.step, token_ids, positions, logit_rows)
         except BaseException:
             self.scheduler.abort(turn, ran=begun)
             raise
+        last = [chunk for chunk in turn.chunks if chunk.last]
+        for chunk in last:
+            if chunk.job.slot < 0:
+                chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed)
+                chunk.job.logprobs = self._slots.logprobs[chunk.job.slot]
+        chosen = Chosen(decode_slots, last)
+        if len(logit_rows):
+            with self.stats.timed("sample_ns"):
+                columns = self._slots.sampling(chosen.slots)
+                tokens = sample(logits, columns, self._slots.count[chosen.slots] + chosen.offsets)
+        else:
+            tokens = np.empty(0, np.int32)
         with self.stats.timed("complete_ns"):
-            ready = self.scheduler.complete(turn)
+            before = self._slots.count[chosen.rows]
+            accepted = chosen.keep(tokens, self._slots)
+            self.scheduler.complete(turn, accepted)
+            if self._speculation is not None:
+                self._speculation.learn(turn.chunks, accepted)
             self.stats.steps += 1
             self.stats.computed_tokens += turn.step.token_count
-            for job in ready:
-                if job.slot < 0:
-                    job.slot = self._slots.take(job.request, job.seed)
-                    job.logprobs = self._slots.logprobs[job.slot]
-        if len(logit_rows):
-            self._sample(logits, np.concatenate([decode_slots, np.array([job.slot for job in ready], np.int64)]))
+            self.stats.generated_tokens += int((self._slots.count[chosen.rows] - before).sum())
+            # Those who do not ask for logarithms pay nothing for them.
+            wanted = np.flatnonzero(self._slots.top_logprobs[chosen.slots] >= 0)
+            if len(wanted):
+                self._slots.note_logprobs(
+                    chosen.slots[wanted], logits[torch.from_numpy(wanted).to(logits.device)], tokens[wanted]
+                )
+            self._end_finished(chosen.rows)
 
-    def _slots_of_rows(self) -> npt.NDArray[np.int64]:
+    def _slots_of_rows(self) -> Slots:
         """Slots of the decode rows in the batch's order; made anew only after rows came or went."""
         rows = self.scheduler.batch.slots
         if rows is not self._decode_rows:
@@ -248,47 +259,33 @@ class Engine:
             self._decode_slots = np.array([job.slot for job in self.scheduler.decoding], np.int64)
         return self._decode_slots
 
-    def _inputs(
-        self, turn: Turn[EngineJob], decode_slots: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and the rows that need logits: decode rows, then prompts that end in this step."""
+    def _inputs(self, turn: Turn[EngineJob], decode_slots: Slots) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and the rows that need logits: decode rows, then of the chunks that end in this step
+        the last row, and those of drafts."""
         end = turn.decode_rows
         parts = [self._slots.last[decode_slots]]
         logit_rows = list(range(end))
         for chunk in turn.chunks:
-            parts.append(chunk.job.tokens[chunk.start : chunk.start + chunk.count].astype(np.int64))
-            end += chunk.count
+            if len(chunk.drafts):
+                parts += [self._slots.last[chunk.job.slot : chunk.job.slot + 1], chunk.drafts.astype(np.int64)]
+            else:
+                parts.append(chunk.job.tokens[chunk.start : chunk.start + chunk.count].astype(np.int64))
+            end += chunk.count + len(chunk.drafts)
             if chunk.last:
-                logit_rows.append(end - 1)
+                logit_rows += range(end - 1 - len(chunk.drafts), end)
         device = self.adapter.device
         token_ids = torch.from_numpy(np.concatenate(parts)).to(device)
         positions = torch.from_numpy(turn.step.positions).to(device)
         return token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64, device=device)
 
-    def _sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int64]) -> None:
-        """Next token of every row that has logits."""
-        with self.stats.timed("sample_ns"):
-            tokens = sample(logits, self._slots.sampling(slots), self._slots.count[slots])
-            wanted = np.flatnonzero(self._slots.top_logprobs[slots] >= 0)
-            if len(wanted):
-                self._note_logprobs(logits, tokens, slots, wanted)
-        with self.stats.timed("complete_ns"):
-            ended = self._slots.append(slots, tokens)
-            self.stats.generated_tokens += len(tokens)
-            if ended.any():
-                by_slot = {job.slot: job for job in self.scheduler.decoding}
-                stopped = self._slots.stopped(slots)
-                for row in np.flatnonzero(ended).tolist():
-                    self._finish(by_slot[int(slots[row])], "stop" if stopped[row] else "length")
-
-    def _note_logprobs(
-        self, logits: torch.Tensor, tokens: TokenArray, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-    ) -> None:
-        """For the rows that ask for them; the others pay nothing."""
-        index = torch.from_numpy(rows).to(logits.device)
-        found = token_logprobs(logits[index], tokens[rows], self._slots.top_logprobs[slots[rows]])
-        for slot, logprobs in zip(slots[rows].tolist(), found):
-            self._slots.logprobs[slot].append(logprobs)
+    def _end_finished(self, slots: Slots) -> None:
+        """End the jobs of those slots whose newest token was their last."""
+        ended = self._slots.ended(slots)
+        if ended.any():
+            by_slot = {job.slot: job for job in self.scheduler.decoding}
+            stopped = self._slots.stopped(slots)
+            for row in np.flatnonzero(ended).tolist():
+                self._finish(by_slot[int(slots[row])], "stop" if stopped[row] else "length")
 
     def _deliver(self) -> None:
         for job in list(self._listeners):
@@ -310,6 +307,8 @@ class Engine:
 
     def _note_end(self, job: EngineJob, reason: FinishReason) -> None:
         """The scheduler has ended the job: keep its output, give its slot back."""
+        if self._speculation is not None:
+            self._speculation.forget(job.number)
         job.output = self.generated(job)
         job.finish_reason = reason
         if job.slot >= 0:
@@ -325,6 +324,7 @@ class Engine:
         counts = self.scheduler.stats
         self.stats.prompt_tokens, self.stats.reused_tokens = counts.prompt_tokens, counts.reused_tokens
         self.stats.pauses = counts.pauses + counts.suspensions
+        self.stats.drafted_tokens, self.stats.accepted_tokens = counts.drafted, counts.accepted
 
     def generated(self, job: EngineJob) -> TokenArray:
         """What a job has generated so far, whether it runs, waits or has ended."""

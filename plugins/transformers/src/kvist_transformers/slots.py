@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvist_transformers.request import Request, TokenArray
-from kvist_transformers.sampling import SamplingColumns, TokenLogprobs
+from kvist_transformers.sampling import SamplingColumns, TokenLogprobs, token_logprobs
 
 Slots = npt.NDArray[np.int64]
 
@@ -65,12 +66,35 @@ class SlotTable:
         """The sampling parameters of some rows."""
         return self._sampling.take(slots)
 
-    def append(self, slots: Slots, tokens: TokenArray) -> npt.NDArray[np.bool_]:
-        """Add one token to each row. Returns which rows have ended, by a stop token or by their limit."""
+    def append(self, slots: Slots, tokens: TokenArray) -> None:
+        """Add one token to each row."""
         self.output[slots, self.count[slots]] = tokens
         self.count[slots] += 1
         self.last[slots] = tokens
-        return self.stopped(slots) | (self.count[slots] >= self.limit[slots])
+
+    def extend(self, slot: int, tokens: TokenArray) -> int:
+        """Add tokens to a row that has not ended, up to the one with which it ends. Returns how many."""
+        tokens = tokens[: int(self.limit[slot] - self.count[slot])]
+        stops = np.flatnonzero(np.isin(tokens, self._stop[slot]))
+        if len(stops):
+            tokens = tokens[: int(stops[0]) + 1]
+        begin = int(self.count[slot])
+        self.output[slot, begin : begin + len(tokens)] = tokens
+        self.count[slot] += len(tokens)
+        self.last[slot] = tokens[-1]
+        return len(tokens)
+
+    def note_logprobs(self, slots: Slots, logits: torch.Tensor, tokens: TokenArray) -> None:
+        """Keep the logarithms of the tokens that the rows were just given. ``tokens`` were chosen from ``logits``,
+        those of a row in order; what the row did not get is not noted."""
+        for slot, logprobs in zip(slots.tolist(), token_logprobs(logits, tokens, self.top_logprobs[slots])):
+            if len(self.logprobs[slot]) < self.count[slot]:
+                self.logprobs[slot].append(logprobs)
+
+    def ended(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which rows have ended, by a stop token or by their limit."""
+        ended: npt.NDArray[np.bool_] = self.stopped(slots) | (self.count[slots] >= self.limit[slots])
+        return ended
 
     def stopped(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether the newest token of each row is one of its stop tokens."""

@@ -18,6 +18,7 @@ class EngineStats:
     plan_ns, model_ns, complete_ns, sample_ns: where the steps' time went; ``plan`` is admission, planning and
         building inputs, ``complete`` is publishing and bookkeeping. All but ``model`` is the host's own work;
         ``sample`` ends when the tokens are on the host.
+    drafted_tokens: guesses that were computed, accepted_tokens of which were right. draft_ns: time to make them.
     """
 
     requests: int = 0
@@ -32,6 +33,9 @@ class EngineStats:
     model_ns: int = 0
     complete_ns: int = 0
     sample_ns: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_ns: int = 0
 
     @property
     def host_us_per_step(self) -> float:

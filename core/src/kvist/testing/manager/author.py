@@ -69,19 +69,22 @@ class ManagerAuthor:
         pages: int = 40,
         only: Callable[[Layout], bool] = lambda _: True,
         unless: str = "",
+        unequal: bool = False,
+        change: Callable[[Layout], Layout] = lambda layout: layout,
         **options: Any,
     ) -> None:
         """Run a scenario on every mix: ``pages`` for each group, every row of every step checked.
 
-        only: on which layouts; ``unless`` says why the test is not applicable if that is none of them.
+        only: on which layouts; ``unless`` says why the test is not applicable if that is none of them. change: what is
+        made of these before. unequal: pages of different sizes, as far as the kinds' widths differ.
         """
         self.require(options)
         ran = False
-        for name, layout in self.layouts(pages):
+        for name, layout in self.layouts(pages, unequal=unequal):
             if only(layout):
                 ran = True
                 try:
-                    scenario(Engine(self.manager(layout, **options), values=ByteValues))
+                    scenario(Engine(self.manager(change(layout), **options), values=ByteValues))
                 except Exception as error:
                     # Whatever a manager raises is its failure; where it happened is in the cause.
                     raise AssertionError(f"mix {name!r}: {type(error).__name__}: {error}") from error
@@ -94,10 +97,10 @@ class ManagerAuthor:
         if missing:
             not_applicable(f"the manager does not take {', '.join(missing)}")
 
-    def layouts(self, pages: int) -> Iterator[tuple[str, Layout]]:
+    def layouts(self, pages: int, *, unequal: bool = False) -> Iterator[tuple[str, Layout]]:
         """Of every mix, and of the author's spec: ``pages`` of the largest size for each group."""
         for name, kinds in self.mixes().items():
-            spec, drafts = spec_of(kinds, block_of(kinds) or BLOCK, unequal=False)
+            spec, drafts = spec_of(kinds, block_of(kinds) or BLOCK, unequal=unequal)
             yield name, _room(spec, drafts, pages)
         own = self.spec()
         if own is not None:

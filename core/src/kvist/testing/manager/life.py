@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvist.events import Entry, apply
 from kvist.keys import block_keys, format_digest, scope_seed
 from kvist.manager import Run
 from kvist.spec import Scope
 from kvist.testing.engine import Engine
+from kvist.testing.follower import Follower
 from kvist.testing.manager.author import ManagerAuthor
 from kvist.testing.values import tokens
 
@@ -206,43 +206,28 @@ class LifeTests(ManagerAuthor):
     def test_events_lead_to_the_index(self) -> None:
         def scenario(engine: Engine) -> None:
             manager, layout, block = engine.manager, engine.manager.layout, engine.block
-            listener = manager.listen()
-            # Reads the whole index, again and again, to compare with.
-            other = manager.listen()
-            index: set[Entry] = set()
-
-            def follow() -> None:
-                number = listener.number
-                events = listener.take()
-                assert [event.number for event in events] == list(range(number + 1, number + 1 + len(events))), (
-                    "numbers of events have gaps"
-                )
-                apply(index, events)
-                now: set[Entry] = set()
-                apply(now, other.snapshot().stored)
-                assert index == now, "who follows the events believes in another index than there is"
-
+            follower = Follower(manager)
             for number in range(7):
                 begin = 1000 * (number % 4)
                 sequence = engine.open(range(begin, begin + 3 * block + number))
                 engine.prefill(sequence)
-                follow()
+                follower.follow()
                 engine.decode(sequence, block)
                 engine.learn(sequence, 0)
                 engine.close(sequence)
-                follow()
+                follower.follow()
             manager.clear()
-            follow()
-            assert not index, "entries are left after clear()"
+            follower.follow()
+            assert not follower.index, "entries are left after clear()"
             prompt = range(2 * block + 1)
             engine.turn(prompt)
-            follow()
+            follower.follow()
             # Anybody can compute the keys from the tokens.
             seed = scope_seed(format_digest(layout), Scope())
             keys = block_keys(seed, np.ascontiguousarray(tokens(prompt)), block)
             for group in layout.groups:
                 if not group.sparse:
-                    assert {key for key, where, _ in index if where == group.index} == set(keys), (
+                    assert {key for key, where, _ in follower.index if where == group.index} == set(keys), (
                         f"{group.name}: the index is not that of the blocks that were computed"
                     )
             engine.drained()

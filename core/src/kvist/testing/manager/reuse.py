@@ -84,6 +84,14 @@ class ReuseTests(ManagerAuthor):
             engine.turn(range(3 * block))
             again = engine.turn(range(3 * block), range(500, 500 + block + 1))
             assert again == 3 * block, f"{again} of the {3 * block} tokens of the turn before are reused"
+            # A turn whose end was generated token by token.
+            sequence = engine.open(range(600, 600 + block + 1))
+            engine.prefill(sequence)
+            engine.decode(sequence, 2 * block - 1)
+            text = sequence.tokens.tolist()
+            engine.close(sequence)
+            again = engine.turn(*text, range(800, 800 + block))
+            assert again == 3 * block == len(text), f"{again} of the {3 * block} tokens of the turn before are reused"
             engine.drained()
 
         self.each(scenario)
@@ -184,12 +192,22 @@ class ReuseTests(ManagerAuthor):
             while sequence.computed < sequence.known:
                 step = engine.run(Run(sequence, min(block // 2 + 1, sequence.known - sequence.computed)))
                 for group in filter(drops, layout.groups):
+                    table = step.tables[group.index][sequence.slot, : -(-sequence.computed // block)]
+                    wanted = np.ones(len(table), bool)
                     for low, high in group.retention.droppable(sequence.computed, KEPT_ROLLBACK, block):
-                        kept = np.flatnonzero(step.tables[group.index][sequence.slot, low:high] != NO_PAGE) + low
-                        assert not len(kept), (
-                            f"{group.name}: at {sequence.computed} tokens blocks {kept.tolist()} are never read again, "
-                            "and the sequence keeps them"
-                        )
+                        wanted[low:high] = False
+                    kept, gone = (
+                        np.flatnonzero(~wanted & (table != NO_PAGE)),
+                        np.flatnonzero(wanted & (table == NO_PAGE)),
+                    )
+                    assert not len(kept), (
+                        f"{group.name}: at {sequence.computed} tokens blocks {kept.tolist()} are never read again, "
+                        "and the sequence keeps them"
+                    )
+                    assert not len(gone), (
+                        f"{group.name}: at {sequence.computed} tokens blocks {gone.tolist()} may be read after a token "
+                        "is taken back, and the sequence has given them up"
+                    )
             engine.close(sequence)
             engine.drained()
 
@@ -244,64 +262,6 @@ class ReuseTests(ManagerAuthor):
             engine.drained()
 
         self.each(scenario)
-
-    @pytest.mark.clause("CM-17")
-    def test_what_somebody_holds_is_never_evicted(self) -> None:
-        def scenario(engine: Engine) -> None:
-            manager, block = engine.manager, engine.block
-            shared = range(2 * block)
-            engine.turn(shared, 90)
-            holder = engine.open(shared, 91, 92)
-            engine.prefill(holder)
-            idle = engine.open(shared, range(95, 95 + block))
-            # Each leaves a page at least in the group with the largest ones, of which there are so many.
-            for number in range(1, 17 * len(manager.layout.groups)):
-                engine.turn(range(1000 * number, 1000 * number + 3 * block))
-                evicted = sum(group.evicted for group in manager.stats().groups)
-                if evicted and number >= 8:
-                    break
-            assert evicted > 0, "nothing was evicted"
-            # It still has to copy what it shares of a block, and states.
-            engine.prefill(idle)
-            engine.decode(holder, block + 1)
-            engine.decode(idle, block + 1)
-            engine.close(holder, idle)
-            engine.drained()
-
-        self.each(scenario, pages=16)
-
-    @pytest.mark.clause("CM-17")
-    def test_no_more_is_evicted_than_is_lacking(self) -> None:
-        def scenario(engine: Engine) -> None:
-            manager, block = engine.manager, engine.block
-            room = group_capacity(engine)
-            # A stem with three branches.
-            stem, branches = range((room - 6) * block), [range(1000 * n, 1000 * n + 2 * block) for n in (1, 2, 3)]
-            for branch in branches:
-                engine.turn(stem, branch)
-            assert manager.stats().groups[0].evicted == 0, "evicts although there is room"
-            taker = engine.open(range(8000, 8000 + 3 * block))
-            engine.prefill(taker)
-            evicted = manager.stats().groups[0].evicted
-            assert evicted == 3, f"3 pages were lacking, and {evicted} are evicted"
-            left = [engine.probe(stem, branch, 1) // block - (room - 6) for branch in branches]
-            assert sum(left) == 3 and min(left) >= 0, (
-                f"3 of 6 blocks of the branches of a stem were evicted, and of the three branches {left} blocks can "
-                "be reused: ends of prefixes go first"
-            )
-            engine.close(taker)
-            engine.drained()
-
-        def one_dense(layout: Layout) -> bool:
-            return len(layout.groups) == 1 and not layout.groups[0].sparse
-
-        self.each(scenario, pages=12, only=one_dense, unless="no mix is a single group that keeps everything")
-
-
-def group_capacity(engine: Engine) -> int:
-    """Pages of the only group."""
-    layout = engine.manager.layout
-    return layout.page_capacity(layout.groups[0])
 
 
 class StandstillTests(ManagerAuthor):

@@ -10,13 +10,15 @@ from kvist.testing.drive import drive
 from kvist.testing.machine import CacheMachine
 from kvist.testing.manager.life import LifeTests
 from kvist.testing.manager.reuse import ReuseTests, StandstillTests
+from kvist.testing.manager.room import RoomTests
+from kvist.testing.manager.rows import RowTests
 from kvist.testing.manager.steps import StepTests
 from kvist.testing.manager.tiers import TierTests
 from kvist.testing.mixes import Draw, Setup
 from kvist.testing.stateful import run_with_hypothesis
 
 
-class CacheManagerTests(ReuseTests, StandstillTests, StepTests, LifeTests, TierTests):
+class CacheManagerTests(ReuseTests, StandstillTests, StepTests, RowTests, RoomTests, LifeTests, TierTests):
     """Subclass it as ``class TestMine(CacheManagerTests)`` and fill in what :class:`ManagerAuthor` names::
 
         class TestMine(CacheManagerTests):

@@ -23,8 +23,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 #: A rank that keeps everything.
 ALONE = Placement()
-#: The tag of kvist.attention.cpu.KeyTiles, whose module needs torch.
-KEY_TILES = "gqa-key-tiles-1"
 #: What memory holds that nobody wrote.
 JUNK = 0xA5
 
@@ -43,6 +41,21 @@ class UnitMajor:
 
 
 @attrs.frozen
+class KeyTiles:
+    """Keys ``[unit, tile, element, 16 rows]``, one tile as wide as the block where 16 does not divide it; all else
+    ``[unit, row, rest]``."""
+
+    tag: str = "key-tiles-test"
+
+    def part_bytes(self, stream: Stream, row_count: int) -> int:
+        return row_count * stream.row.row_bytes
+
+    def order(self, stream: Stream, row_count: int) -> Order | None:
+        tile = row_count if row_count % 16 else 16
+        return Order(by_unit=True, run_rows=tile if stream.name == "k" else 1)
+
+
+@attrs.frozen
 class Opaque:
     """Row-major in truth, and does not say so."""
 
@@ -57,8 +70,7 @@ def arranged(page_layout: PageLayout, stream: Stream, rows: Bytes) -> Bytes:
     if isinstance(page_layout, RowMajor | Opaque):
         return rows.reshape(-1)
     by_unit = rows.transpose(1, 0, 2)
-    if page_layout.tag == KEY_TILES and stream.name == "k":
-        # [head, tile, element, 16 tokens], or one tile as wide as the block.
+    if isinstance(page_layout, KeyTiles) and stream.name == "k":
         width = 16 if len(rows) % 16 == 0 else len(rows)
         elements = by_unit.reshape(by_unit.shape[0], len(rows) // width, width, -1, stream.row.element_bytes)
         return elements.transpose(0, 1, 3, 2, 4).reshape(-1)

@@ -27,3 +27,9 @@ def softplus(x):
 def unit(vector):
     """A vector of length 1 in the same direction, but for the epsilon of gated delta nets."""
     return vector / tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
+
+
+@triton.jit
+def unit_rows(vectors):
+    """:func:`unit` of each row of a matrix."""
+    return vectors / tl.sqrt(tl.sum(vectors * vectors, 1) + 1e-6)[:, None]

@@ -44,7 +44,8 @@ def mamba1_scan(
             dt_bias,
             states,
             values,
-            rows.starts,
+            rows.begins,
+            rows.ends,
             rows.sources,
             rows.targets,
             channels,
@@ -70,7 +71,8 @@ def _scan(
     dt_bias,
     states,
     values,
-    starts,
+    begins,
+    ends,
     sources,
     targets,
     channels,
@@ -96,7 +98,7 @@ def _scan(
     rate = tl.load(a + channel[:, None] * a_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     skip = tl.load(d + channel, mask=known, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + channel, mask=known, other=0.0).to(tl.float32)
-    begin, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
+    begin, end = tl.load(begins + row).to(tl.int64), tl.load(ends + row).to(tl.int64)
     for token in range(begin, end):
         x = tl.load(u + token * channels + channel, mask=known, other=0.0)
         step = softplus(tl.load(dt + token * dt_stride + channel, mask=known, other=0.0).to(tl.float32) + bias)

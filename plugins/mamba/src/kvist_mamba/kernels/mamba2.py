@@ -45,7 +45,16 @@ def mamba2_scan(
         width = triton.next_power_of_2(columns)
         block = min(triton.next_power_of_2(size), max(1, _TILE // width))
         _scan[(len(rows.short), heads, triton.cdiv(size, block))](
-            *tensors, rows.short, rows.starts, rows.sources, rows.targets, *numbers, **sizes, block=block, width=width
+            *tensors,
+            rows.short,
+            rows.begins,
+            rows.ends,
+            rows.sources,
+            rows.targets,
+            *numbers,
+            **sizes,
+            block=block,
+            width=width,
         )
     if len(rows.long):
         width = max(_DOT, triton.next_power_of_2(columns))
@@ -54,6 +63,7 @@ def mamba2_scan(
             *tensors,
             rows.long,
             rows.chunks,
+            rows.begins,
             rows.sources,
             rows.targets,
             *numbers,
@@ -74,7 +84,8 @@ def _scan(
     states,
     values,
     short,
-    starts,
+    begins,
+    ends,
     sources,
     targets,
     dt_low,
@@ -102,7 +113,7 @@ def _scan(
     state = tl.load(states + source.to(tl.int64) * page_stride + own, mask=mask, other=0.0).to(tl.float32)
     rate, skip = tl.load(a + head).to(tl.float32), tl.load(d + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)
-    begin, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
+    begin, end = tl.load(begins + row).to(tl.int64), tl.load(ends + row).to(tl.int64)
     for token in range(begin, end):
         at = conv + token * channels
         x = tl.load(at + head * size + element, mask=known, other=0.0)
@@ -132,6 +143,7 @@ def _chunked_scan(
     values,
     long,
     chunks,
+    begins,
     sources,
     targets,
     dt_low,
@@ -147,7 +159,8 @@ def _chunked_scan(
     width: tl.constexpr,
 ):
     which, head = long + 3 * tl.program_id(0), tl.program_id(1)
-    source = tl.load(sources + tl.load(which)).to(tl.int64)
+    row = tl.load(which)
+    source, begin = tl.load(sources + row).to(tl.int64), tl.load(begins + row)
     shared: tl.constexpr = heads // group_heads * columns
     channels: tl.constexpr = heads * size + 2 * shared
     element = tl.program_id(2) * block + tl.arange(0, block)
@@ -162,7 +175,7 @@ def _chunked_scan(
     later = nth[:, None] >= nth[None, :]
     for index in range(tl.load(which + 1), tl.load(which + 2)):
         first, count = tl.load(chunks + 2 * index), tl.load(chunks + 2 * index + 1)
-        inside = nth < count
+        inside = (nth < count) & (first + nth >= begin)
         token = (first + nth).to(tl.int64)
         step = softplus(tl.load(dt + token * dt_stride + head, mask=inside, other=0.0).to(tl.float32) + bias)
         step = tl.where(inside, tl.minimum(tl.maximum(step, dt_low), dt_high), 0.0)

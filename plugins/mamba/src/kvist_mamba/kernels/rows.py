@@ -17,7 +17,7 @@ PADDING = 0
 #: Tokens of a chunk: with twice as many, what a program holds does not fit into a GPU's registers.
 CHUNK_TOKENS = 16
 #: Tokens for each state to write from which on a row is computed in chunks.
-_CHUNKED_FROM = 16
+CHUNKED_FROM = 16
 
 
 class Rows:
@@ -26,8 +26,8 @@ class Rows:
     All tensors are int32. They are parts of buffers that keep their addresses as long as steps fit into them, so a
     captured graph that reads them sees the next step's rows.
 
-    starts: ``[rows + 1]``, first token of each row. sources: ``[rows]``, the page that its state is read from, 0 for
-        padding and rows without tokens. every: ``[rows]``, all rows by number.
+    begins, ends: ``[rows]``, first token of each row, and the one behind its last. sources: ``[rows]``, the page that
+        its state is read from, 0 for padding and rows without tokens. every: ``[rows]``, all rows by number.
     targets: ``[T]``, the page for the state after each token, -1 where it is not kept. written: the tokens to look at
         for targets; of padding rows, too, whose targets are -1.
     token_starts, token_sources: ``[T]``, the same of each token's row.
@@ -35,7 +35,8 @@ class Rows:
     chunks ``[n, 2]``: first token and number of tokens; a chunk ends with its row, and at every state to write.
     """
 
-    starts: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
     sources: torch.Tensor
     every: torch.Tensor
     targets: torch.Tensor
@@ -78,7 +79,28 @@ class Rows:
         counts = np.diff(starts)
         row = np.repeat(np.arange(len(counts)), counts)
         states = np.bincount(row[written], minlength=len(counts))
-        is_long = counts >= _CHUNKED_FROM * np.maximum(states, 1)
+        is_long = counts >= CHUNKED_FROM * np.maximum(states, 1)
+        self._put_lengths(starts, is_long, sources, written)
+        self._put_bounds(starts)
+        self.sources = self._put("sources", sources)
+        self.targets, self.written = self._put("targets", targets), self._put("written", np.flatnonzero(written))
+        self.token_starts = self._put("token_starts", starts[row])
+        self.token_sources = self._put("token_sources", sources[row])
+
+    def _put_bounds(self, starts: npt.NDArray[Any]) -> None:
+        """starts: ``[rows + 1]``, of each row's first token."""
+        bounds = self._put("starts", starts)
+        self.begins, self.ends = bounds[:-1], bounds[1:]
+        self.every = self._put("every", np.arange(len(starts) - 1))
+
+    def _put_lengths(
+        self,
+        starts: npt.NDArray[Any],
+        is_long: npt.NDArray[np.bool_],
+        sources: npt.NDArray[Any],
+        written: npt.NDArray[np.bool_],
+    ) -> None:
+        """Which rows are short, and the chunks of the others."""
         long, parts = [], []
         for index in np.flatnonzero(is_long & (sources != PADDING)):
             begin, end = starts[index], starts[index + 1]
@@ -86,22 +108,20 @@ class Rows:
             own = [(begin + part.start, part.stop - part.start) for part in chunks(end - begin, CHUNK_TOKENS, after)]
             long.append((index, len(parts), len(parts) + len(own)))
             parts += own
-        self.starts, self.sources = self._put("starts", starts), self._put("sources", sources)
-        self.every = self._put("every", np.arange(len(counts)))
-        self.targets, self.written = self._put("targets", targets), self._put("written", np.flatnonzero(written))
-        self.token_starts = self._put("token_starts", starts[row])
-        self.token_sources = self._put("token_sources", sources[row])
         self.short = self._put("short", np.flatnonzero(~is_long))
         self.long = self._put("long", np.array(long).reshape(-1, 3))
         self.chunks = self._put("chunks", np.array(parts).reshape(-1, 2))
 
     def _put(self, name: str, values: npt.NDArray[Any]) -> torch.Tensor:
-        """The values in the buffer of that name, which is replaced when they are more than it holds."""
-        source = torch.from_numpy(np.ascontiguousarray(values, np.int32))
+        """The values in the buffer of that name."""
+        source = torch.from_numpy(np.array(values, np.int32))
+        return self._take(name, tuple(source.shape)).copy_(source)
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """A part of the buffer of that name, which is replaced when it is too small."""
         buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < len(source):
+        if buffer is None or len(buffer) < shape[0]:
             # Half as much again: growing batches must not allocate at every step.
-            shape = (len(source) + len(source) // 2 + 1, *source.shape[1:])
-            buffer = self._buffers[name] = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        buffer[: len(source)].copy_(source)
-        return buffer[: len(source)]
+            larger = (shape[0] + shape[0] // 2 + 1, *shape[1:])
+            buffer = self._buffers[name] = torch.zeros(larger, dtype=dtype, device=self._device)
+        return buffer[: shape[0]]

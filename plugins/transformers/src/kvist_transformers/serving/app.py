@@ -18,7 +18,7 @@ from kvist_transformers.serving.generation import Generation, Piece
 from kvist_transformers.serving.limits import BodyLimit, Counted
 from kvist_transformers.serving.protocol import Body, ChatBody, CompletionBody
 from kvist_transformers.serving.service import Service
-from kvist_transformers.serving.streams import DONE, Disconnected, EventStream, event, unless_gone
+from kvist_transformers.serving.streams import DONE, DisconnectedError, EventStream, event, unless_gone
 
 #: What a client is counted under that has gone before its answer.
 GONE = 499
@@ -142,8 +142,8 @@ def _answer_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return answer(from_validation(error.errors()))
 
-    @app.exception_handler(Disconnected)
-    async def gone(_: Request, __: Disconnected) -> Response:
+    @app.exception_handler(DisconnectedError)
+    async def gone(_: Request, __: DisconnectedError) -> Response:
         return Response(status_code=GONE)
 
     @app.exception_handler(404)

@@ -119,7 +119,7 @@ class CompletionBody(Body):
         if self.echo and self.logprobs is not None:
             raise ApiError(
                 400,
-                "echo with logprobs: logarithms of a prompt are not served here",
+                "echo with logprobs: a prompt's logarithms are not served",
                 param="echo",
                 hint="leave one out",
             )

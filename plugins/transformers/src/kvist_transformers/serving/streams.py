@@ -16,7 +16,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class Disconnected(Exception):
+class DisconnectedError(Exception):
     """The client has gone; nobody reads an answer."""
 
 
@@ -27,7 +27,7 @@ def event(data: Any, *, name: str | None = None, number: int | None = None) -> b
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``. Cancels it and raises Disconnected when the client goes first.
+    """The result of ``work``. Cancels it and raises DisconnectedError when the client goes first.
 
     request: its body has been read.
     """
@@ -36,7 +36,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Disconnected
+            raise DisconnectedError
         return task.result()
     finally:
         for each in (task, gone):

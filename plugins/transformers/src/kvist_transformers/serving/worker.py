@@ -133,7 +133,7 @@ class Worker:
         return await answer
 
     async def after_each_step(self, watcher: Callable[[], None], on: bool) -> None:
-        """Call ``watcher`` in the engine's thread after each step and whatever else may change the cache, or no more."""
+        """Call ``watcher`` in the engine's thread after each step and all that may change the cache; or no more."""
         await self.ask(lambda _: (self._after_step.append if on else self._after_step.remove)(watcher))
 
     async def stop(self) -> None:

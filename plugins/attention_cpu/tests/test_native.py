@@ -1,32 +1,33 @@
-"""Building, caching and loading the C kernel, and what happens without it."""
+"""Building, caching and loading the kernel, and what is said where that cannot be."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import kvist
-from kvist.attention import cpu, native
-from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream
+import kvist_attention_cpu
+from kvist.cli import app
+from kvist.errors import PluginError
+from kvist.plugins.loading import load
+from kvist.registry import Registry, default_registry
+from kvist_attention_cpu import native
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
-WARNING = "backend 'cpu' uses torch instead of its own kernel, which is slower: "
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 
 QUICK = ("-O0", "-fPIC")
-
-row = RowFormat((1, 16), "float32")
-SPEC = CacheSpec((Layer(0, (Stream("k", row, History()), Stream("v", row, History()))),), 16, "test")
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +35,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a new process, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("KVIST_CPU_KERNEL", raising=False)
     native.load_kernel.cache_clear()
-    cpu._implementation.cache_clear()
     yield
     native.load_kernel.cache_clear()
-    cpu._implementation.cache_clear()
-
-
-def _choose() -> list[str]:
-    """The tag of the chosen page layout, then every warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tags = [cpu.CpuBackend.page_layout(SPEC).tag for _ in range(2)]
-    assert tags[0] == tags[1]
-    return [tags[0], *(str(warning.message) for warning in caught)]
 
 
 def _kernels(tmp_path: Path) -> list[Path]:
@@ -63,8 +52,9 @@ def _compiler(path: Path, script: str) -> str:
 
 @needs_compiler
 def test_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
-    code = f"from kvist.attention import native; print(native.build(native.find_compiler(), {QUICK}))"
-    env = {**os.environ, "PYTHONPATH": str(Path(kvist.__file__).parents[1])}
+    code = f"from kvist_attention_cpu import native; print(native.build(native.find_compiler(), {QUICK}))"
+    places = [str(Path(module.__file__).parents[1]) for module in (kvist, kvist_attention_cpu)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(3)]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
@@ -74,10 +64,12 @@ def test_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_kernel_is_cached_and_uses_the_openmp_runtime_of_torch(tmp_path: Path) -> None:
-    assert _choose() == ["gqa-key-tiles-1"]
-    assert len(_kernels(tmp_path)) == 1
+    assert native.why_not() == ""
+    native.load_kernel()
+    assert len(_kernels(tmp_path)) == 1, "it was built twice"
     lines = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}) == 1
     undefined = subprocess.run(["nm", "-D", str(_kernels(tmp_path)[0])], capture_output=True, text=True, check=True)
@@ -96,20 +88,19 @@ def test_the_name_covers_flags_and_compiler(tmp_path: Path) -> None:
     assert native.build([wrapped], QUICK) != first
 
 
-def test_a_broken_compiler_falls_back_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_broken_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'case "$1" in --version) echo 1.0;; *) echo "kernel.c:1: no such luck" >&2; exit 3;; esac\n'
     broken = _compiler(tmp_path / "badcc", script)
     monkeypatch.setenv("CC", broken)
-    assert _choose() == ["row-major-1", f"{WARNING}{broken} ended with status 3: kernel.c:1: no such luck"]
+    assert native.why_not() == f"{broken} ended with status 3: kernel.c:1: no such luck"
     assert _kernels(tmp_path) == []
 
 
-def test_a_compiler_that_builds_rubbish_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_compiler_built_and_nobody_can_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'for last; do :; done; case "$1" in --version) echo 1.0;; *) echo rubbish > "$last";; esac\n'
     monkeypatch.setenv("CC", _compiler(tmp_path / "oddcc", script))
-    tag, warning = _choose()
-    assert tag == "row-major-1"
-    assert warning.startswith(WARNING)
+    with pytest.raises(native.KernelUnavailableError, match=r"invalid ELF header|file too short"):
+        native.load_kernel()
 
 
 def test_another_layout_of_the_arguments_is_refused(tmp_path: Path) -> None:
@@ -127,18 +118,27 @@ def test_another_layout_of_the_arguments_is_refused(tmp_path: Path) -> None:
 
 
 REASONS = [
-    ({"KVIST_CPU_KERNEL": "0"}, "KVIST_CPU_KERNEL=0 switches it off"),
-    ({"KVIST_CPU_KERNEL": "off"}, "KVIST_CPU_KERNEL=off switches it off"),
     ({"CC": "no-such-compiler -O2"}, "CC=no-such-compiler -O2 is not a program"),
     ({"PATH": "/nowhere"}, "there is no C compiler (cc, gcc, clang)"),
 ]
 
 
 @pytest.mark.parametrize(("environment", "reason"), REASONS, ids=str)
-def test_reasons_for_torch(environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_serves_and_the_reason_is_told(
+    environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert _choose() == ["row-major-1", WARNING + reason]
+    registry = Registry(load(default_registry().plan))
+    asked = {"device": "cpu", "dtype": "float32", "family": "gqa"}
+    assert registry.attention_backends["cpu-native"].info.unavailable == reason
+    assert registry.attention_backend(**asked).info.name == "cpu-torch"
+    with pytest.raises(PluginError) as error:
+        registry.attention_backend("cpu-native", **asked)
+    assert error.value.message.endswith(f"cannot serve family 'gqa' on cpu in float32: {reason}")
+    shown = CliRunner().invoke(app, ["plugins", "--load", "--json"])
+    [plugin] = [each for each in json.loads(shown.stdout)["plugins"] if each["name"] == "attention-cpu"]
+    assert plugin["unavailable"] == {"cpu-native": reason}
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""What only the C kernel has: threads of its own, and conversions of its own."""
+"""What other backends do not have: threads of its own, and conversions of its own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvist.attention.cpu import CpuBackend, NativeCpuBackend
 from kvist.attention.gqa import GQAInputs
-from kvist.attention.native import KernelUnavailableError, load_kernel
 from kvist.errors import SpecError
 from kvist.step import Step
+from kvist_attention_cpu.backend import NativeCpuBackend
+from kvist_attention_cpu.native import why_not
 
 
 @pytest.fixture(autouse=True)
 def _needs_the_kernel() -> None:
-    try:
-        load_kernel()
-    except KernelUnavailableError as error:
-        pytest.skip(f"no kernel: {error}")
+    if reason := why_not():
+        pytest.skip(f"no kernel: {reason}")
 
 
 def test_threads_do_not_change_the_result(make_cache: Any, make_case: Any) -> None:
@@ -75,9 +73,3 @@ def test_the_kernel_refuses_double_inputs(make_cache: Any, make_case: Any) -> No
         cache.step([(0, 4)])
     expected = "backend 'cpu-native': inputs are torch.float64\nhint: use one of float32, bfloat16, float16"
     assert str(error.value) == expected
-
-
-def test_the_cpu_backend_follows_the_layout_it_chose(make_cache: Any, make_case: Any) -> None:
-    cache = make_cache(CpuBackend, make_case(), [40])
-    assert cache.memory.layout.tag == "gqa-key-tiles-1"
-    cache.play(8)

@@ -1,10 +1,8 @@
-"""The backend for a CPU: a C kernel that writes and reads pages in place, or torch where none can be compiled."""
+"""The backend: a C kernel that writes and reads pages in place."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import warnings
 from typing import Any
 
 import attrs
@@ -12,19 +10,17 @@ import numpy as np
 import torch
 
 from kvist.attention.base import AttentionBackend, BackendContext
-from kvist.attention.gather import TorchCpuBackend
 from kvist.attention.geometry import GQALayer, check_inputs, gqa_layer, gqa_layers
 from kvist.attention.gqa import GQAInputs
-from kvist.attention.native import KernelUnavailableError, LayerArguments, StepArguments, load_kernel
 from kvist.errors import SpecError, StateError
 from kvist.layout import Order, PageLayout
 from kvist.spec import CacheSpec, Stream
 from kvist.step import IntArray, Step
+from kvist_attention_cpu.native import DTYPES, LayerArguments, StepArguments, load_kernel
 
 #: Tokens of a tile of keys, as the kernel has them.
 _TILE_TOKENS = 16
-_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
-_DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _DTYPES.items()}
+_DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
 
 
 @attrs.frozen
@@ -60,7 +56,7 @@ class NativeCpuBackend(AttentionBackend):
     def page_layout(cls, spec: CacheSpec) -> PageLayout:
         """Key tiles. Raises KernelUnavailableError when there is no kernel on this machine."""
         load_kernel()
-        gqa_layers(spec, cls.name, tuple(_DTYPES))
+        gqa_layers(spec, cls.name, DTYPES)
         return KeyTiles()
 
     def __init__(self, context: BackendContext) -> None:
@@ -77,7 +73,7 @@ class NativeCpuBackend(AttentionBackend):
         self._layers: dict[int, tuple[GQALayer, LayerArguments]] = {}
         self._groups: dict[int, StepArguments] = {}
         for spec_layer in context.spec.layers:
-            layer = gqa_layer(spec_layer, self.name, tuple(_DTYPES))
+            layer = gqa_layer(spec_layer, self.name, DTYPES)
             group, key = memory.layout.part(layer.id, "k")
             _, value = memory.layout.part(layer.id, "v")
             step_arguments = self._groups.setdefault(group.index, StepArguments())
@@ -91,7 +87,7 @@ class NativeCpuBackend(AttentionBackend):
                 heads=layer.heads,
                 key_size=layer.key_size,
                 value_size=layer.value_size,
-                dtype=_DTYPES[layer.dtype],
+                dtype=DTYPES.index(layer.dtype),
             )
             self._layers[layer.id] = (layer, arguments)
         self._scratch = torch.empty(0, dtype=torch.float32)
@@ -132,7 +128,7 @@ class NativeCpuBackend(AttentionBackend):
         query, key, value = inputs.query, inputs.key, inputs.value
         code = _DTYPE_CODES.get(query.dtype)
         if code is None:
-            raise SpecError(f"backend {self.name!r}: inputs are {query.dtype}", hint=f"use one of {', '.join(_DTYPES)}")
+            raise SpecError(f"backend {self.name!r}: inputs are {query.dtype}", hint=f"use one of {', '.join(DTYPES)}")
         if key.dtype != query.dtype or value.dtype != query.dtype:
             key, value = key.to(query.dtype), value.to(query.dtype)
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
@@ -178,42 +174,3 @@ class NativeCpuBackend(AttentionBackend):
                 buffer = self._buffers[kind] = torch.empty(tokens, kind[0], value_size, dtype=query.dtype)
             output = self._outputs[kind] = buffer[:tokens]
         return output
-
-
-@functools.cache
-def _implementation() -> type[NativeCpuBackend] | type[TorchCpuBackend]:
-    try:
-        load_kernel()
-    except KernelUnavailableError as error:
-        warnings.warn(
-            f"backend 'cpu' uses torch instead of its own kernel, which is slower: {error.message}", stacklevel=3
-        )
-        return TorchCpuBackend
-    return NativeCpuBackend
-
-
-class CpuBackend(AttentionBackend):
-    """:class:`NativeCpuBackend` where its kernel compiles, else :class:`TorchCpuBackend` and one warning that says why.
-
-    ``KVIST_CPU_KERNEL=0`` in the environment chooses torch. The choice is made once per process; the page layout's tag
-    tells which it was.
-    """
-
-    name = "cpu"
-
-    @classmethod
-    def page_layout(cls, spec: CacheSpec) -> PageLayout:
-        """The chosen backend's."""
-        return _implementation().page_layout(spec)
-
-    def __init__(self, context: BackendContext) -> None:
-        native = context.memory.layout.tag == KeyTiles().tag
-        self._backend = NativeCpuBackend(context) if native else TorchCpuBackend(context)
-
-    def begin(self, step: Step) -> None:
-        """See the chosen backend."""
-        self._backend.begin(step)
-
-    def forward(self, layer_id: int, inputs: Any) -> torch.Tensor:
-        """See the chosen backend."""
-        return self._backend.forward(layer_id, inputs)

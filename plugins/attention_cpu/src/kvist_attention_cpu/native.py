@@ -15,20 +15,23 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvist.errors import KvistError
 
-#: ``0`` or ``off`` keeps the kernel from being compiled or loaded.
-KERNEL_VARIABLE = "KVIST_CPU_KERNEL"
+#: What the kernel knows; it calls them by their index.
+DTYPES = ("float32", "bfloat16", "float16")
 
-_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_SOURCE = Path(__file__).with_name("kernel.c")
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # Tried in this order. OpenMP is compiled in but not linked: its symbols must resolve to the runtime that torch has
 # loaded, for two runtimes would fight for the cores. Where torch has another one, the kernel has one thread.
 _VARIANTS: tuple[tuple[str, ...], ...] = (("-march=native", "-fopenmp"), ("-march=native",), ())
 _BUILD_LIMIT_S = 120
+
+T = TypeVar("T")
 
 
 class KernelUnavailableError(KvistError):
@@ -36,7 +39,7 @@ class KernelUnavailableError(KvistError):
 
 
 class StepArguments(ctypes.Structure):
-    """Mirrors ``step_arguments`` in cpu_kernel.c, field by field."""
+    """Mirrors ``step_arguments`` in kernel.c, field by field."""
 
     _fields_ = (
         ("table", ctypes.c_void_p),
@@ -50,7 +53,7 @@ class StepArguments(ctypes.Structure):
 
 
 class LayerArguments(ctypes.Structure):
-    """Mirrors ``arguments`` in cpu_kernel.c, field by field."""
+    """Mirrors ``arguments`` in kernel.c, field by field."""
 
     _fields_ = (
         ("step", ctypes.c_void_p),
@@ -89,15 +92,27 @@ class LayerArguments(ctypes.Structure):
 def load_kernel() -> ctypes.CDLL:
     """The kernel, compiled if this machine has not compiled it yet. Asked once per process.
 
-    Raises KernelUnavailableError when it is switched off, when there is no working compiler, or when no build loads.
+    Torch must be loaded before. Raises KernelUnavailableError when there is no working compiler, or no build loads.
     """
-    if os.environ.get(KERNEL_VARIABLE, "").lower() in ("0", "off"):
-        raise KernelUnavailableError(f"{KERNEL_VARIABLE}={os.environ[KERNEL_VARIABLE]} switches it off")
+    return _first(_open)
+
+
+def why_not() -> str:
+    """Why there can be no kernel on this machine; empty when one is compiled. Loads neither it nor torch."""
+    try:
+        _first(lambda path: path)
+    except KernelUnavailableError as error:
+        return error.message
+    return ""
+
+
+def _first(use: Callable[[Path], T]) -> T:
+    """What ``use`` makes of the first variant that can be built and used. Raises KernelUnavailableError."""
     compiler = find_compiler()
     failures = []
     for variant in _VARIANTS:
         try:
-            return _open(build(compiler, (*_FLAGS, *variant)))
+            return use(build(compiler, (*_FLAGS, *variant)))
         except (KernelUnavailableError, OSError) as error:
             failures.append(str(error))
     raise KernelUnavailableError(failures[0])
