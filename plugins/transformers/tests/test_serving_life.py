@@ -82,7 +82,8 @@ def test_a_full_queue_sends_clients_away_until_there_is_room():
     with running(max_in_flight=2) as server, server.client() as client:
         slowly(server, 0.01)
         with httpx2.stream("POST", f"{server.url}/v1/completions", json={**LONG, "n": 2}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()
+            next(lines)
             refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"

@@ -13,7 +13,7 @@ import numpy as np
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, KvistError, SpecError, StateError
 from kvist.plan import Shortage
-from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd
+from kvist.scheduling.admission import AdmissionPolicy, Watermark
 from kvist.scheduling.gate import Gate
 from kvist.scheduling.job import Job, State
 from kvist.scheduling.joint import Companion
@@ -54,7 +54,7 @@ class Intake(Generic[J]):
         self.stats = SchedulerStats()
         self._roster: Roster[J] = Roster()
         self._prefixes: Prefixes[J] = Prefixes(manager.layout.block_tokens)
-        self._gate = Gate(manager, companion, admission or ReserveToEnd())
+        self._gate = Gate(manager, companion, admission or Watermark())
         self._companion = companion
         self._remote = remote
         self._generated = generated
@@ -85,6 +85,11 @@ class Intake(Generic[J]):
         job.rank = job.arrival_s - job.priority * self._ageing_s
         self._roster.enter(job)
         self.stats.submitted += 1
+
+    def watch(self, moved: Callable[[J], None]) -> None:
+        """Call ``moved`` with every job that comes into another state from now on, in the midst of what moves it: it
+        may look at the job's state and nothing else."""
+        self._roster.watch = moved
 
     def finish(self, job: J) -> None:
         """End a job in whatever state it is; what it computed stays reusable. Not between ``turn`` and ``complete`` for
@@ -134,6 +139,16 @@ class Intake(Generic[J]):
     def idle(self) -> bool:
         """Has every job ended?"""
         return self._roster.idle
+
+    @property
+    def running_count(self) -> int:
+        """Jobs that hold memory."""
+        return self._roster.holding_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Jobs that hold none."""
+        return len(self._roster.queue) + len(self._roster.deferred)
 
     @property
     def decoding(self) -> SequenceOf[J]:

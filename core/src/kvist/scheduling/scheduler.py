@@ -29,7 +29,7 @@ class Scheduler(Intake[J]):
     manager: only this scheduler opens sequences of it, or knows of those who do: see :class:`DeadlockError`.
     max_batch_tokens: most tokens of one step. max_sequences: most jobs between first admission and end.
     generated: the tokens that a job has generated so far, int32; asked when it ends or gives way.
-    admission: who may begin beside those that run.
+    admission: who may begin beside those that run; :class:`Watermark` unless said otherwise.
     ageing_s: seconds that one level of priority is worth.
     clock: seconds from any origin; only differences count.
     companion: a second cache that goes along. remote: who brings the rows of jobs with ``remote_tokens``.

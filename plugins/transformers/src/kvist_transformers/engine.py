@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from kvist.errors import CapacityError, RequestError, StateError
+from kvist.iterations.recorder import Iterations
+from kvist.iterations.records import Phase
 from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
@@ -22,6 +24,18 @@ from kvist_transformers.sampling import sample
 from kvist_transformers.slots import Slots, SlotTable
 from kvist_transformers.speculation import Chosen, Speculation
 from kvist_transformers.stats import EngineStats
+
+#: Where a job's time counts in its record.
+_PHASES: Mapping[State, Phase] = {
+    State.WAITING: "queue",
+    State.DEFERRED: "queue",
+    State.SUSPENDED: "queue",
+    State.ARRIVING: "transfer",
+    State.LOADING: "transfer",
+    State.PREFILL: "prefill",
+    State.DECODE: "decode",
+    State.DRAFT: "decode",
+}
 
 
 class Engine:
@@ -75,6 +89,8 @@ class Engine:
         self.adapter, self.memory, self.backends = runtime.adapter, runtime.memory, runtime.backends
         self.backend_names = runtime.backend_names
         self.stats = EngineStats()
+        #: What is recorded of every step, once :meth:`record` was called.
+        self.iterations: Iterations | None = None
         try:
             self.scheduler: Scheduler[EngineJob] = Scheduler(
                 self.manager,
@@ -118,6 +134,8 @@ class Engine:
             seed=draw_seed(request.sampling),
         )
         self.scheduler.submit(job)
+        if self.iterations is not None:
+            job.timer = self.iterations.request(str(job.number))
         handle = Handle(self, job)
         if on_tokens is not None:
             job.on_tokens = lambda _, tokens: on_tokens(handle, tokens)
@@ -163,6 +181,12 @@ class Engine:
         finally:
             handle.cancel()
 
+    def record(self, *, source: str = "", keep: int = 4096, file: BinaryIO | None = None) -> Iterations:
+        """Record every step and every request from now on; see :class:`~kvist.iterations.recorder.Iterations`."""
+        self.iterations = Iterations(self.manager, source=source, keep=keep, file=file)
+        self.scheduler.watch(_note_phase)
+        return self.iterations
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
@@ -175,6 +199,8 @@ class Engine:
         for job in self.scheduler.jobs():
             self._finish(job, "cancelled")
         self._closed = True
+        if self.iterations is not None:
+            self.iterations.close()
         self._runtime.detach()
         if self._speculation is not None:
             self._speculation.close()
@@ -205,6 +231,9 @@ class Engine:
                     self._note_end(job, "error")
             if turn is not None:
                 self._run(turn)
+                if self.iterations is not None:
+                    running, waiting = self.scheduler.running_count, self.scheduler.waiting_count
+                    self.iterations.step(turn.step, running=running, waiting=waiting)
         self._count()
         self._deliver()
         return turn is not None
@@ -315,6 +344,13 @@ class Engine:
             self._slots.give(job.slot)
             job.slot = -1
         self.stats.finished += 1
+        if job.timer is not None:
+            job.timer.finish(
+                reason,
+                prompt_tokens=len(job.prompt),
+                reused_tokens=max(0, job.reused_tokens),
+                generated_tokens=len(job.output),
+            )
         if job.on_tokens is not None:
             self._listeners.remove(job)
             if reason != "cancelled":
@@ -333,3 +369,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("the engine is closed")
+
+
+def _note_phase(job: EngineJob) -> None:
+    if job.timer is not None and job.state is not State.DONE:
+        job.timer.enter(_PHASES[job.state])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
+from kvist.iterations.recorder import RequestTimer
 from kvist.scheduling import Job
 from kvist_transformers.request import FinishReason, Request, TokenArray
 from kvist_transformers.sampling import TokenLogprobs
@@ -15,11 +16,13 @@ from kvist_transformers.sampling import TokenLogprobs
 @attrs.define(eq=False, kw_only=True)
 class EngineJob(Job):
     """slot: its row of the slot table from its first token on, otherwise -1. output: what it has generated, once it has
-    ended. delivered: how many tokens its ``on_tokens`` was given. logprobs: of each token, where they are wanted."""
+    ended. delivered: how many tokens its ``on_tokens`` was given. logprobs: of each token, where they are wanted.
+    timer: where its time goes, if that is recorded."""
 
     request: Request
     seed: int
     on_tokens: Callable[[EngineJob, TokenArray], None] | None = None
+    timer: RequestTimer | None = attrs.field(default=None, init=False)
     slot: int = attrs.field(default=-1, init=False)
     delivered: int = attrs.field(default=0, init=False)
     output: TokenArray = attrs.field(factory=lambda: np.zeros(0, np.int32), init=False)
