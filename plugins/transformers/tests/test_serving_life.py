@@ -319,3 +319,22 @@ def test_metrics_are_the_stats():
         assert pages == [group.free, group.cached, 0]
         assert found["kvist_request_first_token_seconds_count", ""] == 3
         assert found["kvist_request_total_seconds_sum", ""] >= found["kvist_request_first_token_seconds_sum", ""] > 0
+
+
+def test_iteration_statistics_are_those_of_the_requests_and_only_newer_ones_when_asked():
+    with running() as server, server.client() as client:
+        for _ in range(2):
+            client.completions.create(model="tiny", prompt=[9] * 40, max_tokens=6, temperature=0, extra_body=ENDLESS)
+        assert server.settled()
+        url = f"{server.url}/v1/iteration_stats"
+        answered = httpx2.get(url)
+        assert answered.headers["content-type"] == "application/x-ndjson"
+        first, *records = map(json.loads, answered.text.splitlines())
+        assert (first["kind"], first["source"]) == ("begin", "tiny")
+        requests = [record for record in records if record["kind"] == "request"]
+        assert [(each["prompt_tokens"], each.get("reused_tokens", 0)) for each in requests] == [(40, 0), (40, 39)]
+        steps = [record for record in records if record["kind"] == "step"]
+        assert sum(step.get("reused_tokens", 0) for step in steps) == 39
+        last = records[-1]["number"]
+        newer = httpx2.get(f"{url}?since={last - 2}").text.splitlines()
+        assert [json.loads(line).get("number") for line in newer] == [None, last - 1, last]

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist.errors import KvistError
+from kvist.iterations.records import MEDIA_TYPE
 from kvist_transformers.serving.answers import Form
 from kvist_transformers.serving.errors import ApiError, as_api_error, from_validation
 from kvist_transformers.serving.generation import Generation, Piece
@@ -67,6 +68,10 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(await service.metrics_page(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/iteration_stats")
+    async def iteration_stats(since: int = -1) -> Response:
+        return Response(service.iterations.since(since), media_type=MEDIA_TYPE)
 
     @app.get("/v1/kv_events")
     async def kv_events() -> Response:

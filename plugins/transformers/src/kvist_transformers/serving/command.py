@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
@@ -32,6 +33,9 @@ def command(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
     max_waiting: Annotated[int, typer.Option(min=0, help="Most requests that wait; more are sent away.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, by default torch's.")] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Write what /v1/iteration_stats shows to this file as well.")
+    ] = None,
     drain_s: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on at a shutdown.")] = 30.0,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, with metrics and the cache's events."""
@@ -55,8 +59,9 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     # First what is quick to fail.
-    socket = listen(host, port)
-    with socket:
+    with ExitStack() as stack:
+        socket = stack.enter_context(listen(host, port))
+        lines = None if record is None else stack.enter_context(_opened(record))
         folder = _folder(model)
         typer.echo(f"loading {model}")
         loaded = _load(folder, dtype, device)
@@ -67,6 +72,7 @@ def command(
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
         )
+        engine.record(source=name or model, file=lines)
         service = Service(
             engine,
             loaded,
@@ -77,6 +83,14 @@ def command(
         at = socket.getsockname()
         typer.echo(f"serving {service.name} at http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{at[1]}")
         Server(service, drain_s=drain_s).run(sockets=[socket])
+
+
+def _opened(record: Path) -> BinaryIO:
+    try:
+        # Unbuffered: what has happened is there to read, whatever comes next.
+        return record.open("wb", buffering=0)
+    except OSError as error:
+        raise ServeError(f"cannot write {record}: {error.strerror or error}", hint="choose another --record") from error
 
 
 def _folder(model: str) -> Path:

@@ -24,13 +24,14 @@ from kvist_transformers.serving.worker import EngineError, Update, Worker
 class Service:
     """One model behind one engine.
 
-    engine: the service's from now on. name: what clients call the model.
+    engine: the service's from now on; it records iterations. name: what clients call the model.
     max_in_flight: requests that wait or run, choices counted one by one; more are sent away.
     """
 
     def __init__(self, engine: Engine, model: Any, tokenizer: Any, *, name: str, max_in_flight: int) -> None:
         self.name = name
         self.metrics = ServerMetrics()
+        self.iterations = engine.iterations or engine.record(source=name)
         self.worker = Worker(engine)
         self.draining = False
         #: Seconds since 1970.
