@@ -324,6 +324,7 @@ class Engine:
         for chunk in last:
             if chunk.job.slot < 0:
                 chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed, chunk.job.given)
+                chunk.job.logprobs = self._slots.logprobs[chunk.job.slot]
         chosen = Chosen(decode_slots, last)
         if len(logit_rows):
             with self.stats.timed("sample_ns"):
@@ -340,6 +341,12 @@ class Engine:
             self.stats.steps += 1
             self.stats.computed_tokens += turn.step.token_count
             self.stats.generated_tokens += int((self._slots.count[chosen.rows] - before).sum())
+            # Those who do not ask for logarithms pay nothing for them.
+            wanted = np.flatnonzero(self._slots.top_logprobs[chosen.slots] >= 0)
+            if len(wanted):
+                self._slots.note_logprobs(
+                    chosen.slots[wanted], logits[torch.from_numpy(wanted).to(logits.device)], tokens[wanted]
+                )
             self._end_finished(chosen.rows)
             self._hand_over([chunk.job for chunk in last])
 
