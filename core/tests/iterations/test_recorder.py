@@ -437,16 +437,16 @@ def test_the_largest_branches() -> None:
 
 def test_hits_of_what_was_evicted_stay_with_what_is_above() -> None:
     manager = manager_of(8)
-    cached(manager, range(1, 17))
-    cached(manager, range(1, 18))
-    (branch,) = manager.branches()
-    assert (branch.tokens, branch.hits, branch.hit_tokens) == (17, 1, 16)
-    # Whatever takes the room of the last blocks takes nothing of what is known about the first ones.
-    first = manager.open(tokens(range(1, 9)), reuse=True)
-    cached(manager, range(50, 66))
-    (branch, _) = sorted(manager.branches(), key=lambda branch: branch.hits, reverse=True)
-    assert branch.tokens < 17 and (branch.hits, branch.hit_tokens) == (1, 16)
-    manager.close(first)
+    cached(manager, range(1, 9), range(100, 108))
+    cached(manager, range(1, 9), range(200, 208))
+    cached(manager, range(1, 9), range(100, 109))
+    assert [branch.hits for branch in manager.branches()] == [2, 1, 0]
+    holder = manager.open(tokens(range(1, 10)))
+    assert holder.reused == 8
+    cached(manager, range(50, 74))
+    # Of the first conversation only what the holder keeps is left.
+    (known,) = [branch for branch in manager.branches() if branch.held]
+    assert (known.tokens, known.children, known.hits, known.hit_tokens) == (8, 0, 2, 8 + 16)
 
 
 def test_a_line_goes_on_past_small_forks() -> None:
