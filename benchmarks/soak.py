@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 #: Clients at a time.
 CLIENTS = 16
-#: Load between two checks.
+#: Most load between two checks; a short soak has at least four of them.
 ROUND_S = 30.0
 #: Growth of memory that counts as a leak, beyond the first checks, in which pools and caches fill.
 MOST_GROWTH_BYTES = 64 << 20
@@ -250,7 +250,7 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
     before = await load.settle()
     end = time.monotonic() + 60 * minutes
     while (left := end - time.monotonic()) > 0:
-        await load.run(min(ROUND_S, left))
+        await load.run(min(ROUND_S, 15 * minutes, left))
         found = await load.settle()
         wrong += faults(found, before)
         before = found

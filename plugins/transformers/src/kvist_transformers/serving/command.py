@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -82,6 +83,9 @@ def command(
         )
         at = socket.getsockname()
         typer.echo(f"serving {service.name} at http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{at[1]}")
+        # Being told to stop is no failure; uvicorn raises the signal again when it has stopped.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         Server(service, drain_s=drain_s).run(sockets=[socket])
 
 
@@ -109,8 +113,10 @@ def _folder(model: str) -> Path:
 
 def _load(folder: Path, dtype: str, device: str) -> Any:
     from kvist_transformers.models import load_model
+    from kvist_transformers.peers import quiet
 
     try:
-        return load_model(folder, dtype).to(device)
+        with quiet():
+            return load_model(folder, dtype).to(device)
     except (OSError, ValueError, RuntimeError) as error:
         raise ServeError(f"cannot load {folder}: {error}", hint="is it a causal language model?") from error
