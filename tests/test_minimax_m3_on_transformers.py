@@ -47,8 +47,9 @@ def test_the_model_is_its_own_again(model, asked, continued):
         with pytest.raises(KvistError) as caught:
             model(torch.tensor([[1, 2]]), use_cache=False)
         assert str(caught.value) == (
-            "MiniMaxM3VLAttention was called without a step: the model is attached to a Kvist engine\n"
-            "hint: close the engine before using the model in another way"
+            "MiniMaxM3VLAttention was called without a step: the model is attached to a Kvist engine, or its code does "
+            "not pass keyword arguments on to attention\n"
+            "hint: close the engine before using the model in another way; serve only supported model types"
         )
         with pytest.raises(KvistError) as caught:
             Engine(model, memory="1MiB", block_tokens=4)

@@ -436,7 +436,7 @@ def test_a_closed_engine_frees_its_memory(tiny):
 
 
 def test_what_is_recorded_adds_up_to_what_was_done(tiny, engines, prompts, tmp_path):
-    """Steps, requests and tokens of the records are the engine's and the manager's own; every line is in the file too."""
+    """Steps, requests and tokens of the records are the engine's and the manager's own, and all are in the file."""
     path = tmp_path / "records.jsonl"
     engine = engines(tiny("llama"), max_batch_tokens=24, memory="48KiB")
     with path.open("wb") as file:

@@ -26,6 +26,9 @@ from kvist.step import IntArray
 
 J = TypeVar("J", bound=Job)
 
+#: Waiting jobs whose prompts are looked up before one is admitted.
+_LOOKED_AT = 32
+
 
 class Intake(Generic[J]):
     """The part of a scheduler that concerns one job at a time. The arguments are those of
@@ -68,6 +71,8 @@ class Intake(Generic[J]):
         #: Prompt tokens that a step may have since pages were short; None without a limit of that kind.
         self._cap: int | None = None
         self._refused: list[J] = []
+        #: What part of a waiting job's tokens the cache had when this turn began.
+        self._shares: dict[J, float] = {}
 
     # ------------------------------------------------------------------ jobs come and go
 
@@ -167,6 +172,7 @@ class Intake(Generic[J]):
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
+        self._shares.clear()
         while (job := self._next()) is not None:
             if job.state is State.WAITING and not job.remote_tokens:
                 job.behind = self._prefixes.wait_for(job)
@@ -179,27 +185,50 @@ class Intake(Generic[J]):
             except CapacityError:
                 # No room for rows from another process.
                 begun = False
-                self._gate.closed_for = job
             except KvistError as error:
                 self._refuse(job, error)
                 continue
             if not begun:
+                self._gate.closed_at = self._roster.queue[0]
                 return
 
     def _next(self) -> J | None:
         """Who would begin next, if there is work for it in the next step."""
         roster = self._roster
-        if not roster.queue:
+        queue = roster.queue
+        if not queue:
             return None
-        job: J | None = roster.queue[0]
-        if roster.started_count >= self._max_sequences:
-            if not roster.preempted_count:
-                return None
-            job = next(each for each in roster.queue if each.started)
-        if roster.holding_count and (self._gate.crowded or job is self._gate.closed_for):
+        if roster.holding_count and (self._gate.crowded or self._gate.closed_at is queue[0]):
             return None
         queued = len(roster.decode) + sum(each.remaining for each in roster.prefill)
-        return job if queued < self.max_batch_tokens else None
+        if queued >= self.max_batch_tokens:
+            return None
+        if roster.started_count < self._max_sequences:
+            return self._most_urgent(queue)
+        if roster.preempted_count:
+            return self._most_urgent([each for each in queue if each.started])
+        return None
+
+    def _most_urgent(self, jobs: SequenceOf[J]) -> J:
+        """The first in order, unless the cache has more of one that came little later: a prompt that is cached goes as
+        if it had one level more of priority, a part of it in proportion."""
+        last = jobs[0].rank + self._ageing_s
+        near = [job for job in jobs[:_LOOKED_AT] if job.rank < last]
+        if len(near) < 2:
+            return jobs[0]
+        return min(near, key=lambda job: (job.rank - self._ageing_s * self._cached_share(job), job.number))
+
+    def _cached_share(self, job: J) -> float:
+        share = self._shares.get(job)
+        if share is None:
+            if job.state is State.SUSPENDED:
+                share = 1.0
+            elif job.remote_tokens:
+                share = 0.0
+            else:
+                share = self.manager.probe(job.tokens, job.scope) / len(job.tokens)
+            self._shares[job] = share
+        return share
 
     def _begin(self, job: J) -> bool:
         """Give a job its sequence, unless there is no room for it now."""

@@ -23,8 +23,8 @@ class Scheduler(Intake[J]):
     """Continuous batching over one cache manager, for the thread that drives that manager.
 
     Every turn gives each decoding job one token, and what is left of the budget to prompts, the first in order first.
-    The order is that of arrival, in which a priority counts as ``ageing_s`` seconds a level: so nobody is overtaken by
-    whoever comes more than that later.
+    The order is that of arrival, in which a priority counts as ``ageing_s`` seconds a level, and for admission what the
+    cache has of a prompt as one level at most: so nobody is overtaken by whoever comes more than that later.
 
     manager: only this scheduler opens sequences of it, or knows of those who do: see :class:`DeadlockError`.
     max_batch_tokens: most tokens of one step. max_sequences: most jobs between first admission and end.

@@ -135,7 +135,7 @@ def _frame(
     )
     height = (_TOP + low) / 2
     parts.append(
-        f'<text class="label" x="12" y="{height}" text-anchor="middle" transform="rotate(-90 12 {height})">'
+        f'<text class="label" x="16" y="{height}" text-anchor="middle" transform="rotate(-90 16 {height})">'
         f"{escape(chart.axis)}</text>"
     )
     return "".join(parts)
@@ -180,8 +180,8 @@ def _layer(
 
 
 def boxes(name: str, title: str, branches: Sequence[BranchRecord], texts: Sequence[str]) -> str:
-    """Branches as boxes as wide as their tokens, children below their parents; the darker the more of their tokens'
-    worth was reused. texts: what the page tells of each."""
+    """Branches as boxes as wide as their tokens, children below their parents; the stronger their tone, the more
+    requests reused them. texts: what the page tells of each."""
     width, row, levels = 960, 30, [0] * len(branches)
     children: dict[int, list[int]] = {}
     for place, branch in enumerate(branches):
@@ -194,11 +194,11 @@ def boxes(name: str, title: str, branches: Sequence[BranchRecord], texts: Sequen
         for place in children.get(parent, ()):
             lefts[place] = left
             left += branches[place].tokens
-    most = max((branch.hit_tokens / branch.tokens for branch in branches), default=0.0) or 1.0
+    most = max((branch.hits for branch in branches), default=0) or 1
     parts = []
     for place, branch in enumerate(branches):
         x, wide = width * lefts[place] / whole, width * branch.tokens / whole
-        level = min(4, math.ceil(4 * branch.hit_tokens / branch.tokens / most))
+        level = math.ceil(4 * branch.hits / most)
         parts.append(
             f'<g class="box heat{level}" data-text="{escape(texts[place])}">'
             f'<rect x="{x:.1f}" y="{levels[place] * row}" width="{max(0.5, wide - 1):.1f}" height="{row - 2}"/>'

@@ -254,8 +254,8 @@ def _pages(run: Run) -> str:
         ["tokens handed to another process", f"{sofar['handed_tokens']:,}"],
     ]
     return (
-        '<section class="wide" id="section-pages"><h2>Pages and sequences in all</h2>'
-        f"{_table('pages-table', heads, rows)}<br>{_table('sequences-table', ['what', 'count'], rest)}</section>\n"
+        '<section class="wide" id="section-pages"><h2>Pages and sequences in all</h2><div class="side">'
+        f"{_table('pages-table', heads, rows)}{_table('sequences-table', ['what', 'count'], rest)}</div></section>\n"
     )
 
 
@@ -315,8 +315,8 @@ def _branches(run: Run) -> str:
     heads = ["branch", "scope", "begins at", "own tokens", "tokens", "children", "hits", "tokens reused", "in use"]
     return (
         '<section class="wide" id="section-branches"><h2>The largest branches of the prefix tree</h2>'
-        '<p class="soft">Boxes are as wide as their tokens, children below their parents; the darker (in dark mode: '
-        "lighter), the more often their tokens were reused.</p>"
+        '<p class="soft">Boxes are as wide as their tokens, children below their parents; the stronger their '
+        "tone, the more requests reused them.</p>"
         f"{picture}<details open><summary>Numbers</summary>{_table('branches-table', heads, rows)}"
         "</details></section>\n"
     )

@@ -233,9 +233,9 @@ _STRANGERS = (
 )
 MUTANTS = (
     *(Mutant(each.name, each.clause, partial(_factory, each.make)) for each in specs.MUTANTS),
-    *(Mutant(name, clause, partial(faulty, partial(listed, name))) for clause, name in LISTED),
     *(Mutant(name, clause, partial(faulty, partial(planted, *text))) for name, clause, *text in _PLANTED),
     *(Mutant(name, clause, partial(_stranger, manager)) for name, clause, manager in _STRANGERS),
+    *(Mutant(name, clause, partial(faulty, partial(listed, name))) for clause, name in LISTED),
 )
 
 

@@ -15,9 +15,10 @@ from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
 from kvist_transformers.checks import check_request, refused
+from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
-from kvist_transformers.job import EngineJob
+from kvist_transformers.job import EngineJob, Source
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.runtime import Runtime
 from kvist_transformers.sampling import sample
@@ -38,6 +39,9 @@ _PHASES: Mapping[State, Phase] = {
 }
 
 
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls it; handles may be cancelled between steps.
 
@@ -54,6 +58,7 @@ class Engine:
     restore: where sequences of models with sliding windows or states stay resumable; ``None`` is the manager's own
         choice.
     fingerprint: what tells this model's rows from another's; ``None`` samples the weights.
+    port: through it requests leave for other processes and come from them; the engine closes it.
     registry: where manager, adapter and backend come from; ``None`` is the process's own.
 
     Raises PluginError for a model type that no plugin serves, SpecError for a model or size that cannot work,
@@ -73,6 +78,7 @@ class Engine:
         drafter: Drafter | None = None,
         restore: RestorePolicy | None = None,
         fingerprint: str | None = None,
+        port: Port | None = None,
         registry: Registry | None = None,
     ) -> None:
         self._runtime = runtime = Runtime(
@@ -84,6 +90,7 @@ class Engine:
             fingerprint=fingerprint,
             registry=registry,
             drafts=0 if drafter is None else drafter.most,
+            storage=None if port is None else port.storage,
         )
         self.spec, self.layout, self.manager = runtime.spec, runtime.layout, runtime.manager
         self.adapter, self.memory, self.backends = runtime.adapter, runtime.memory, runtime.backends
@@ -96,13 +103,17 @@ class Engine:
                 self.manager,
                 max_batch_tokens=max_batch_tokens,
                 max_sequences=max_sequences,
-                generated=self.generated,
+                generated=lambda job: self.generated(job)[len(job.given) :],
                 admission=admission,
+                remote=port,
             )
             self._speculation = None if drafter is None else Speculation(drafter, self.layout)
+            if port is not None:
+                port.attach(self.scheduler)
         except BaseException:
             runtime.detach()
             raise
+        self._port = port
         self._slots = SlotTable(max_sequences)
         # Slots of the decode rows, for the rows that the batch had when they were made.
         self._decode_slots = np.zeros(0, np.int64)
@@ -122,17 +133,71 @@ class Engine:
         Raises what :func:`~kvist_transformers.checks.check_request` raises, and CapacityError when an empty cache could
         not hold the request to its end; nothing else is affected then.
         """
-        self._require_open()
         check_request(request, self.spec)
-        job = EngineJob(
-            prompt=request.tokens,
-            max_new_tokens=request.max_new_tokens,
+        return self._enter(self._job(request), on_tokens)
+
+    def prefill(self, request: Request, name: str) -> Handle:
+        """Queue a request that leaves when its prompt is computed: it ends with its first token as ``"moved"``, and
+        whoever asks the port's peers for ``name`` gets its rows. One that ends with that token does not move.
+
+        Raises what :meth:`submit` raises, and StateError for an engine without a port.
+        """
+        self._require_port("prefill()")
+        check_request(request, self.spec)
+        return self._enter(self._job(request, handover=name))
+
+    def adopt(
+        self,
+        request: Request,
+        source: Source,
+        given: TokenArray,
+        on_tokens: Callable[[Handle, TokenArray], None] | None = None,
+    ) -> Handle:
+        """Queue a request whose prompt another engine has computed by :meth:`prefill`, with the tokens that it was
+        ``given`` there, which count as its own. What is cached here is not sent. If the rows do not come, they are
+        computed here.
+
+        Raises what :meth:`submit` raises, StateError for an engine without a port, and RequestError when nothing is
+        left to generate.
+        """
+        self._require_port("adopt()")
+        check_request(request, self.spec)
+        left = request.max_new_tokens - len(given)
+        if not len(given) or left < 1 or not request.stop_token_ids.isdisjoint(given.tolist()):
+            raise RequestError(
+                f"adopt() of a request with {len(given)} of {request.max_new_tokens} tokens, which has "
+                f"{'ended' if len(given) else 'not begun'}",
+                hint="adopt what prefill() ended as 'moved', with the tokens of its completion",
+            )
+        job = self._job(request, arrival=source, given=given)
+        job.output = given
+        return self._enter(job, on_tokens)
+
+    def _job(
+        self,
+        request: Request,
+        *,
+        handover: str | None = None,
+        arrival: Source | None = None,
+        given: TokenArray = _NO_TOKENS,
+    ) -> EngineJob:
+        return EngineJob(
+            prompt=np.concatenate([request.tokens, given]) if len(given) else request.tokens,
+            # What leaves with its first token needs no room for more.
+            max_new_tokens=1 if handover is not None else request.max_new_tokens - len(given),
             scope=request.scope,
             priority=request.priority,
             wishes=request.wishes,
+            remote_tokens=len(request.tokens) if len(given) else 0,
             request=request,
             seed=draw_seed(request.sampling),
+            handover=handover,
+            arrival=arrival,
+            given=given,
         )
+
+    def _enter(self, job: EngineJob, on_tokens: Callable[[Handle, TokenArray], None] | None = None) -> Handle:
+        self._require_open()
         self.scheduler.submit(job)
         if self.iterations is not None:
             job.timer = self.iterations.request(str(job.number))
@@ -202,6 +267,8 @@ class Engine:
         if self.iterations is not None:
             self.iterations.close()
         self._runtime.detach()
+        if self._port is not None:
+            self._port.close()
         if self._speculation is not None:
             self._speculation.close()
 
@@ -220,6 +287,8 @@ class Engine:
         :attr:`manager` without which no request can go on.
         """
         self._require_open()
+        if self._port is not None:
+            self._port.poll()
         with torch.inference_mode():
             drafts = {}
             if self._speculation is not None:
@@ -254,7 +323,7 @@ class Engine:
         last = [chunk for chunk in turn.chunks if chunk.last]
         for chunk in last:
             if chunk.job.slot < 0:
-                chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed)
+                chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed, chunk.job.given)
                 chunk.job.logprobs = self._slots.logprobs[chunk.job.slot]
         chosen = Chosen(decode_slots, last)
         if len(logit_rows):
@@ -279,6 +348,7 @@ class Engine:
                     chosen.slots[wanted], logits[torch.from_numpy(wanted).to(logits.device)], tokens[wanted]
                 )
             self._end_finished(chosen.rows)
+            self._hand_over([chunk.job for chunk in last])
 
     def _slots_of_rows(self) -> Slots:
         """Slots of the decode rows in the batch's order; made anew only after rows came or went."""
@@ -315,6 +385,14 @@ class Engine:
             stopped = self._slots.stopped(slots)
             for row in np.flatnonzero(ended).tolist():
                 self._finish(by_slot[int(slots[row])], "stop" if stopped[row] else "length")
+
+    def _hand_over(self, jobs: list[EngineJob]) -> None:
+        """Let those go whose prompts are computed and that are to go on elsewhere."""
+        for job in jobs:
+            if job.handover is not None and job.state is State.DECODE:
+                assert self._port is not None
+                self._port.send(job.handover, self.scheduler.detach(job))
+                self._note_end(job, "moved")
 
     def _deliver(self) -> None:
         for job in list(self._listeners):
@@ -365,6 +443,11 @@ class Engine:
     def generated(self, job: EngineJob) -> TokenArray:
         """What a job has generated so far, whether it runs, waits or has ended."""
         return job.output if job.slot < 0 else self._slots.generated(job.slot)
+
+    def _require_port(self, call: str) -> None:
+        self._require_open()
+        if self._port is None:
+            raise StateError(f"{call} of an engine without a port", hint="make it with Engine(..., port=Port(...))")
 
     def _require_open(self) -> None:
         if self._closed:

@@ -19,8 +19,8 @@ TokenArray = npt.NDArray[np.int32]
 #: Alternatives of which a request may ask the probability.
 MOST_LOGPROBS = 20
 
-#: Why a request ended.
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+#: Why a request ended; ``"moved"``: it goes on in another process.
+FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
 
 @attrs.frozen

@@ -41,12 +41,14 @@ class SlotTable:
         """Rows that can be taken."""
         return len(self._free)
 
-    def take(self, request: Request, seed: int) -> int:
-        """A row for ``request``, nothing generated yet. The caller made sure that one is free."""
+    def take(self, request: Request, seed: int, given: TokenArray) -> int:
+        """A row for ``request``, for which ``given`` has been generated so far. The caller made sure that one is
+        free."""
         slot = self._free.pop()
         self.output = _widened(self.output, request.max_new_tokens, 0)
         self._stop = _widened(self._stop, len(request.stop_token_ids), -1)
-        self.count[slot] = 0
+        self.count[slot] = len(given)
+        self.output[slot, : len(given)] = given
         self.limit[slot] = request.max_new_tokens
         self.top_logprobs[slot] = -1 if request.logprobs is None else request.logprobs
         self.logprobs[slot] = []
