@@ -14,6 +14,7 @@ from kvist.spec import CacheSpec, History, Layer, RowFormat, Stream
 from kvist.stats import TierStats
 from kvist_transformers.serving import protocol
 from kvist_transformers.serving.metrics import Reading, ServerMetrics
+from kvist_transformers.serving.worker import Routes
 from kvist_transformers.stats import EngineStats
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "server.md").read_text()
@@ -45,7 +46,7 @@ def test_the_metrics():
     spec = CacheSpec((Layer(0, (Stream("kv", row, History()),)),), block_tokens=16, fingerprint="x")
     stats = PagedCacheManager(Layout.build(spec, memory_bytes=1 << 16)).stats()
     stats = attrs.evolve(stats, tiers=(TierStats("host", 0, 0, 0, 0, 0, ()),))
-    page = ServerMetrics().text(Reading(stats, EngineStats()), 0).decode()
+    page = ServerMetrics().text(Reading(stats, EngineStats(), Routes()), 0).decode()
     found = {family.name for family in text_string_to_metric_families(page)}
     found = {name for name in found if not name.endswith("_created")}
     assert first_column(section("Metrics")) == found

@@ -37,6 +37,12 @@ def command(
     record: Annotated[
         Path | None, typer.Option("--record", help="Write what /v1/iteration_stats shows to this file as well.")
     ] = None,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Compute prompts in a process of their own.")
+    ] = False,
+    transport: Annotated[
+        str, typer.Option(help="With --disaggregated: how caches travel between the two: shm, tcp or ucx.")
+    ] = "shm",
     drain_s: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on at a shutdown.")] = 30.0,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, with metrics and the cache's events."""
@@ -52,13 +58,18 @@ def command(
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     import torch
 
+    from kvist_transformers.disaggregation.worker import Settings
     from kvist_transformers.engine import Engine
     from kvist_transformers.models import load_tokenizer
     from kvist_transformers.serving.server import Server, listen
     from kvist_transformers.serving.service import Service
+    from kvist_transformers.serving.split import SplitWorker, make_port
+    from kvist_transformers.serving.worker import Worker
 
     if threads is not None:
         torch.set_num_threads(threads)
+    elif disaggregated:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     # First what is quick to fail.
     with ExitStack() as stack:
         socket = stack.enter_context(listen(host, port))
@@ -66,16 +77,23 @@ def command(
         folder = _folder(model)
         typer.echo(f"loading {model}")
         loaded = _load(folder, dtype, device)
+        port = make_port(transport) if disaggregated else None
         engine = Engine(
             loaded,
+            port=port,
             memory=memory,
             block_tokens=block_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
         )
         engine.record(source=name or model, file=lines)
+        if port is None:
+            worker = Worker(engine)
+        else:
+            prefill = Settings("prefill", folder, transport, dtype, memory, torch.get_num_threads())
+            worker = SplitWorker(engine, port, prefill)
         service = Service(
-            engine,
+            worker,
             loaded,
             load_tokenizer(folder),
             name=name or model,
