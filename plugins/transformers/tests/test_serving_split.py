@@ -26,10 +26,10 @@ def server(tmp_path_factory) -> Iterator[Running]:
     port = make_port("shm")
     prefill = Settings("prefill", folder, "shm", "float32", "2MiB", 1)
     # What is loaded has another config than what was made, and caches of different models do not mix.
-    with running(
-        model=load_model(folder, "float32"), port=port, make=lambda engine: SplitWorker(engine, port, prefill)
-    ) as made:
+    model = load_model(folder, "float32")
+    with running(model=model, port=port, make=lambda engine: SplitWorker(engine, port, prefill)) as made:
         yield made
+    assert made.service.worker.failure is None
 
 
 def ask(client, prompt, count, **how):
