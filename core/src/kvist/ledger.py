@@ -81,7 +81,7 @@ class Ledger:
         kept = int(np.count_nonzero(marks))
         self.cached[group] += kept
         if kept < len(ids):
-            self.arena.give(group, ids[~marks])
+            self.arena.give(group, ids[~marks] if kept else ids)
 
     def release_one(self, group: int, page: int) -> None:
         """As ``release`` of one page of a sparse group, at the cost of scalar accesses."""
