@@ -51,7 +51,9 @@ class Publisher:
             else:
                 self._insert(sequence, start, end, switch)
         published = sequence.published
-        if self._windows and (published > start or ended):
+        # Of what came from elsewhere the blocks may have been published before, by others, without their windows.
+        passed = published > start or (bool(sequence.points) and sequence.points[0] <= published)
+        if self._windows and (passed or ended):
             # An end at a block boundary was published before, and not known to be one.
             self._keep_windows(sequence, start, published, ended=ended, switch=switch)
         if sequence.snapshots:

@@ -9,6 +9,7 @@ import numpy as np
 from kvist.step import IntArray
 from kvist.wishes import NO_WISH
 
+
 class Extent:
     """``length`` tokens from position ``start`` of every sequence below it, with one page id per block and group.
 
@@ -47,8 +48,8 @@ class Extent:
         self._pieces = [_kept(run)]
         self._pages: IntArray = pages.copy()
         self.children: dict[bytes, Extent] = {}
-        #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour, in whatever
-        #: order the bytes of a token put tokens.
+        #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour, in
+        #: whatever order the bytes of a token put tokens.
         self.order: list[bytes] = []
         #: Tokens of the first block, as the parent files them.
         self.key = run[:block_tokens].tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from kvist.errors import TransferError
@@ -13,11 +14,14 @@ class Background:
     """Polls ``transceiver`` until it is stopped; nobody else may poll it meanwhile. Use it as a context manager, or
     call ``stop``. It sleeps until something happens or is due.
 
+    after: called in the thread whenever something has happened or was due, and when the thread ends by an error; it
+    must not wait for anything.
     error: what ended it too early, ``None`` while all is well.
     """
 
-    def __init__(self, transceiver: Transceiver) -> None:
+    def __init__(self, transceiver: Transceiver, after: Callable[[], None] = lambda: None) -> None:
         self.error: BaseException | None = None
+        self._after = after
         self._transceiver = transceiver
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
@@ -44,5 +48,7 @@ class Background:
         try:
             while not self._stopping.is_set():
                 self._transceiver.poll(60.0)
+                self._after()
         except BaseException as error:  # Kept for whoever stops it: a thread has nobody to raise it to.
             self.error = error
+            self._after()

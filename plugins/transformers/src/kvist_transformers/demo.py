@@ -30,8 +30,17 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests, one run: under a minute.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or both.")] = "both",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads, by default torch's.")] = None,
+    disaggregated: Annotated[
+        bool,
+        typer.Option("--disaggregated", help="Compute prompts in one process and answers in another instead."),
+    ] = False,
+    transport: Annotated[
+        str, typer.Option("--transport", help="How caches travel between the two: shm, tcp or ucx.")
+    ] = "shm",
 ) -> None:
     """Answer multi-turn requests with real weights on Kvist, beside transformers' own engines."""
+    if disaggregated:
+        return _two_processes(json_file, quick, dtype, threads, transport)
     if dtype not in (*_DTYPES, "both"):
         raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16, both", param_hint="--dtype")
     console = Console()
@@ -47,6 +56,40 @@ def command(
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if record["identical"] is False:
+        raise typer.Exit(1)
+
+
+def _two_processes(json_file: Path | None, quick: bool, dtype: str, threads: int | None, transport: str) -> None:
+    if dtype not in (*_DTYPES, "both"):
+        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16, both", param_hint="--dtype")
+    console = Console()
+    try:
+        with console.status("loading torch and transformers") as status:
+            from kvist_transformers import models
+            from kvist_transformers.disaggregation import demo as disaggregated
+            from kvist_transformers.peers import quiet
+
+            with quiet():
+                folder = models.prepare(status.update)
+            waves = tuple(wave[:3] for wave in WAVES[:2]) if quick else WAVES
+            plan = disaggregated.Plan(
+                waves,
+                transport,
+                max_new_tokens=16 if quick else 28,
+                dtype="float32" if dtype == "both" else dtype,
+                threads=threads,
+            )
+            status.update("starting two processes")
+            record = disaggregated.run(folder, plan, status.update)
+    except KvistError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(1) from error
+    console.print(disaggregated.table(record))
+    for line in disaggregated.findings(record):
+        console.print(line, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if not record["identical"] or record["leaks"]:
         raise typer.Exit(1)
 
 

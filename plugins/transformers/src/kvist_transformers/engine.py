@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from kvist.errors import CapacityError, RequestError, StateError
+from kvist.iterations.recorder import Iterations
+from kvist.iterations.records import Phase
 from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
 from kvist_transformers.checks import check_request, refused
+from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
-from kvist_transformers.job import EngineJob
+from kvist_transformers.job import EngineJob, Source
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.runtime import Runtime
 from kvist_transformers.sampling import sample
 from kvist_transformers.slots import Slots, SlotTable
 from kvist_transformers.speculation import Chosen, Speculation
 from kvist_transformers.stats import EngineStats
+
+#: Where a job's time counts in its record.
+_PHASES: Mapping[State, Phase] = {
+    State.WAITING: "queue",
+    State.DEFERRED: "queue",
+    State.SUSPENDED: "queue",
+    State.ARRIVING: "transfer",
+    State.LOADING: "transfer",
+    State.PREFILL: "prefill",
+    State.DECODE: "decode",
+    State.DRAFT: "decode",
+}
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Engine:
@@ -40,6 +58,7 @@ class Engine:
     restore: where sequences of models with sliding windows or states stay resumable; ``None`` is the manager's own
         choice.
     fingerprint: what tells this model's rows from another's; ``None`` samples the weights.
+    port: through it requests leave for other processes and come from them; the engine closes it.
     registry: where manager, adapter and backend come from; ``None`` is the process's own.
 
     Raises PluginError for a model type that no plugin serves, SpecError for a model or size that cannot work,
@@ -59,6 +78,7 @@ class Engine:
         drafter: Drafter | None = None,
         restore: RestorePolicy | None = None,
         fingerprint: str | None = None,
+        port: Port | None = None,
         registry: Registry | None = None,
     ) -> None:
         self._runtime = runtime = Runtime(
@@ -70,23 +90,30 @@ class Engine:
             fingerprint=fingerprint,
             registry=registry,
             drafts=0 if drafter is None else drafter.most,
+            storage=None if port is None else port.storage,
         )
         self.spec, self.layout, self.manager = runtime.spec, runtime.layout, runtime.manager
         self.adapter, self.memory, self.backends = runtime.adapter, runtime.memory, runtime.backends
         self.backend_names = runtime.backend_names
         self.stats = EngineStats()
+        #: What is recorded of every step, once :meth:`record` was called.
+        self.iterations: Iterations | None = None
         try:
             self.scheduler: Scheduler[EngineJob] = Scheduler(
                 self.manager,
                 max_batch_tokens=max_batch_tokens,
                 max_sequences=max_sequences,
-                generated=self.generated,
+                generated=lambda job: self.generated(job)[len(job.given) :],
                 admission=admission,
+                remote=port,
             )
             self._speculation = None if drafter is None else Speculation(drafter, self.layout)
+            if port is not None:
+                port.attach(self.scheduler)
         except BaseException:
             runtime.detach()
             raise
+        self._port = port
         self._slots = SlotTable(max_sequences)
         # Slots of the decode rows, for the rows that the batch had when they were made.
         self._decode_slots = np.zeros(0, np.int64)
@@ -106,18 +133,74 @@ class Engine:
         Raises what :func:`~kvist_transformers.checks.check_request` raises, and CapacityError when an empty cache could
         not hold the request to its end; nothing else is affected then.
         """
-        self._require_open()
         check_request(request, self.spec)
-        job = EngineJob(
-            prompt=request.tokens,
-            max_new_tokens=request.max_new_tokens,
+        return self._enter(self._job(request), on_tokens)
+
+    def prefill(self, request: Request, name: str) -> Handle:
+        """Queue a request that leaves when its prompt is computed: it ends with its first token as ``"moved"``, and
+        whoever asks the port's peers for ``name`` gets its rows. One that ends with that token does not move.
+
+        Raises what :meth:`submit` raises, and StateError for an engine without a port.
+        """
+        self._require_port("prefill()")
+        check_request(request, self.spec)
+        return self._enter(self._job(request, handover=name))
+
+    def adopt(
+        self,
+        request: Request,
+        source: Source,
+        given: TokenArray,
+        on_tokens: Callable[[Handle, TokenArray], None] | None = None,
+    ) -> Handle:
+        """Queue a request whose prompt another engine has computed by :meth:`prefill`, with the tokens that it was
+        ``given`` there, which count as its own. What is cached here is not sent. If the rows do not come, they are
+        computed here.
+
+        Raises what :meth:`submit` raises, StateError for an engine without a port, and RequestError when nothing is
+        left to generate.
+        """
+        self._require_port("adopt()")
+        check_request(request, self.spec)
+        left = request.max_new_tokens - len(given)
+        if not len(given) or left < 1 or not request.stop_token_ids.isdisjoint(given.tolist()):
+            raise RequestError(
+                f"adopt() of a request with {len(given)} of {request.max_new_tokens} tokens, which has "
+                f"{'ended' if len(given) else 'not begun'}",
+                hint="adopt what prefill() ended as 'moved', with the tokens of its completion",
+            )
+        job = self._job(request, arrival=source, given=given)
+        job.output = given
+        return self._enter(job, on_tokens)
+
+    def _job(
+        self,
+        request: Request,
+        *,
+        handover: str | None = None,
+        arrival: Source | None = None,
+        given: TokenArray = _NO_TOKENS,
+    ) -> EngineJob:
+        return EngineJob(
+            prompt=np.concatenate([request.tokens, given]) if len(given) else request.tokens,
+            # What leaves with its first token needs no room for more.
+            max_new_tokens=1 if handover is not None else request.max_new_tokens - len(given),
             scope=request.scope,
             priority=request.priority,
             wishes=request.wishes,
+            remote_tokens=len(request.tokens) if len(given) else 0,
             request=request,
             seed=draw_seed(request.sampling),
+            handover=handover,
+            arrival=arrival,
+            given=given,
         )
+
+    def _enter(self, job: EngineJob, on_tokens: Callable[[Handle, TokenArray], None] | None = None) -> Handle:
+        self._require_open()
         self.scheduler.submit(job)
+        if self.iterations is not None:
+            job.timer = self.iterations.request(str(job.number))
         handle = Handle(self, job)
         if on_tokens is not None:
             job.on_tokens = lambda _, tokens: on_tokens(handle, tokens)
@@ -163,6 +246,12 @@ class Engine:
         finally:
             handle.cancel()
 
+    def record(self, *, source: str = "", keep: int = 4096, file: BinaryIO | None = None) -> Iterations:
+        """Record every step and every request from now on; see :class:`~kvist.iterations.recorder.Iterations`."""
+        self.iterations = Iterations(self.manager, source=source, keep=keep, file=file)
+        self.scheduler.watch(_note_phase)
+        return self.iterations
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
@@ -175,7 +264,11 @@ class Engine:
         for job in self.scheduler.jobs():
             self._finish(job, "cancelled")
         self._closed = True
+        if self.iterations is not None:
+            self.iterations.close()
         self._runtime.detach()
+        if self._port is not None:
+            self._port.close()
         if self._speculation is not None:
             self._speculation.close()
 
@@ -194,6 +287,8 @@ class Engine:
         :attr:`manager` without which no request can go on.
         """
         self._require_open()
+        if self._port is not None:
+            self._port.poll()
         with torch.inference_mode():
             drafts = {}
             if self._speculation is not None:
@@ -205,6 +300,9 @@ class Engine:
                     self._note_end(job, "error")
             if turn is not None:
                 self._run(turn)
+                if self.iterations is not None:
+                    running, waiting = self.scheduler.running_count, self.scheduler.waiting_count
+                    self.iterations.step(turn.step, running=running, waiting=waiting)
         self._count()
         self._deliver()
         return turn is not None
@@ -225,7 +323,8 @@ class Engine:
         last = [chunk for chunk in turn.chunks if chunk.last]
         for chunk in last:
             if chunk.job.slot < 0:
-                chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed)
+                chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed, chunk.job.given)
+                chunk.job.logprobs = self._slots.logprobs[chunk.job.slot]
         chosen = Chosen(decode_slots, last)
         if len(logit_rows):
             with self.stats.timed("sample_ns"):
@@ -242,7 +341,14 @@ class Engine:
             self.stats.steps += 1
             self.stats.computed_tokens += turn.step.token_count
             self.stats.generated_tokens += int((self._slots.count[chosen.rows] - before).sum())
+            # Those who do not ask for logarithms pay nothing for them.
+            wanted = np.flatnonzero(self._slots.top_logprobs[chosen.slots] >= 0)
+            if len(wanted):
+                self._slots.note_logprobs(
+                    chosen.slots[wanted], logits[torch.from_numpy(wanted).to(logits.device)], tokens[wanted]
+                )
             self._end_finished(chosen.rows)
+            self._hand_over([chunk.job for chunk in last])
 
     def _slots_of_rows(self) -> Slots:
         """Slots of the decode rows in the batch's order; made anew only after rows came or went."""
@@ -280,6 +386,14 @@ class Engine:
             for row in np.flatnonzero(ended).tolist():
                 self._finish(by_slot[int(slots[row])], "stop" if stopped[row] else "length")
 
+    def _hand_over(self, jobs: list[EngineJob]) -> None:
+        """Let those go whose prompts are computed and that are to go on elsewhere."""
+        for job in jobs:
+            if job.handover is not None and job.state is State.DECODE:
+                assert self._port is not None
+                self._port.send(job.handover, self.scheduler.detach(job))
+                self._note_end(job, "moved")
+
     def _deliver(self) -> None:
         for job in list(self._listeners):
             if job.state is State.DECODE:
@@ -308,6 +422,13 @@ class Engine:
             self._slots.give(job.slot)
             job.slot = -1
         self.stats.finished += 1
+        if job.timer is not None:
+            job.timer.finish(
+                reason,
+                prompt_tokens=len(job.prompt),
+                reused_tokens=max(0, job.reused_tokens),
+                generated_tokens=len(job.output),
+            )
         if job.on_tokens is not None:
             self._listeners.remove(job)
             if reason != "cancelled":
@@ -323,6 +444,16 @@ class Engine:
         """What a job has generated so far, whether it runs, waits or has ended."""
         return job.output if job.slot < 0 else self._slots.generated(job.slot)
 
+    def _require_port(self, call: str) -> None:
+        self._require_open()
+        if self._port is None:
+            raise StateError(f"{call} of an engine without a port", hint="make it with Engine(..., port=Port(...))")
+
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("the engine is closed")
+
+
+def _note_phase(job: EngineJob) -> None:
+    if job.timer is not None and job.state is not State.DONE:
+        job.timer.enter(_PHASES[job.state])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Runtime:
     """The model is attached until :meth:`detach`. The arguments are those of :class:`~kvist_transformers.Engine`.
 
     drafts: most drafts of a step that are to be taken back; asked of the model family's spec where it depends on it.
+    storage: gives the cache's memory, uint8 ``[bytes]`` on a device, where others are to reach it.
 
     Raises PluginError for a model type that no plugin serves, SpecError for a model or size that cannot work,
     CapacityError when ``memory`` cannot hold one block.
@@ -40,6 +42,7 @@ class Runtime:
         fingerprint: str | None = None,
         registry: Registry | None = None,
         drafts: int = 0,
+        storage: Callable[[int, torch.device], torch.Tensor] | None = None,
     ) -> None:
         registry = registry or default_registry()
         config = model.config.to_dict()
@@ -65,7 +68,8 @@ class Runtime:
             self.backend_names = {family: each.info.name for family, each in chosen.items()}
             classes = {family: each.resolve(each.info.factory) for family, each in chosen.items()}
             self.layout = Layout.build(self.spec, parse_bytes(memory), page_layout(needs, classes))
-            self.memory = DeviceMemory(self.layout, self.adapter.device)
+            own = None if storage is None else storage(self.layout.arena_bytes, torch.device(self.adapter.device))
+            self.memory = DeviceMemory(self.layout, self.adapter.device, storage=own)
             self.backends = Backends(self.memory, needs, classes)
             policy = {} if restore is None else {"restore": restore}
             self.manager: CacheManager = entry.resolve(entry.info.manager_factory)(self.layout, **policy)

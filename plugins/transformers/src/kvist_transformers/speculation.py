@@ -48,7 +48,7 @@ class Speculation:
                 continue
             most = min(most, self._lengths.next(job.number))
             if most:
-                tokens = np.concatenate([job.prompt, slots.generated(job.slot)])
+                tokens = np.concatenate([job.request.tokens, slots.generated(job.slot)])
                 rows.append(Draftable(job.number, tokens, job.scope, most))
         if not rows:
             return {}
