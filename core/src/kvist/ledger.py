@@ -139,8 +139,7 @@ class Ledger:
         in words."""
         faults = self.arena.check()
         everywhere: list[IntArray] = []
-        for group, column in enumerate(self.leases):
-            name = self.layout.groups[group].name
+        for group, name in enumerate(each.name for each in self.layout.groups):
             pages = published[group]
             if repeats(pages):
                 faults.append(f"{name}: a page is published twice")

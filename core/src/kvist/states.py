@@ -49,7 +49,8 @@ class States:
         return found
 
     def grow(self, run: Run, fresh: list[list[int]]) -> None:
-        """Allocate what :meth:`missing` said, which is not nothing. ``fresh`` gets the pages that must be zero, per group."""
+        """Allocate what :meth:`missing` said, which is more than nothing. ``fresh`` gets the pages that must be zero,
+        per group."""
         sequence = run.sequence
         have, want = sequence.state_columns, self._columns(run)
         self._tables.ensure_blocks(want)
