@@ -123,6 +123,20 @@ def sizes() -> Iterator[Figure]:
         )
 
 
+def others() -> None:
+    """What other engines count for packed rows, by their rules; nothing is run."""
+    from kvist_deepseek_v4.charges import charges
+
+    harness.progress("| model | engine | a token | windows and states | a prompt of 65,536 tokens |")
+    harness.progress("|---|---|--:|--:|--:|")
+    for name, model in MODELS.items():
+        for charge in charges({"model_type": "deepseek_v4", **model}, 65_536, 8192):
+            harness.progress(
+                f"| {name} | {charge.engine} | {charge.token:,.0f} B | {charge.running / 2**20:,.1f} MiB | "
+                f"{charge.prompt / 2**30:,.2f} GiB |"
+            )
+
+
 def replayed(requests: Sequence[TraceRequest], policy: RestorePolicy) -> tuple[ReplayResult, int]:
     """The trace, and the bytes of windows and states that are cached at its end."""
     layout = Layout.build(_spec("V4-Flash"), _NO_LIMIT)
@@ -177,7 +191,9 @@ def draw(path: Path, found: dict[tuple[bool, int | None], tuple[float, float]]) 
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    return [error(options.quick), *sizes(), *reuse(options)]
+    figures = [error(options.quick), *sizes()]
+    others()
+    return [*figures, *reuse(options)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -66,11 +66,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _spec(name: str, block_tokens: int) -> CacheSpec:
+def _spec(name: str, block_tokens: int, **options: Any) -> CacheSpec:
     from kvist_mamba import cache_spec
 
     config = {**MODELS[name], "max_position_embeddings": _NO_LIMIT}
-    return cache_spec(config, block_tokens=block_tokens, dtype="bfloat16")
+    return cache_spec(config, block_tokens=block_tokens, dtype="bfloat16", **options)
+
+
+def _state_page(spec: CacheSpec) -> int:
+    """Bytes of the page with all states of a sequence."""
+    return next(group.page_bytes for group in Layout.build(spec, _MEMORY).groups if group.exact)
 
 
 @attrs.frozen
@@ -142,11 +147,23 @@ def overhead() -> Figure:
         for block_tokens in (16, 64):
             spec = _spec(name, block_tokens)
             sizes = Sizes.of(spec)
-            page = next(group.page_bytes for group in Layout.build(spec, _MEMORY).groups if group.exact)
-            ratio = page / (sizes.states * sizes.state)
+            ratio = _state_page(spec) / (sizes.states * sizes.state)
             if ratio > worst:
                 worst, where = ratio, f"{name}, blocks of {block_tokens} tokens"
     return Figure(figure=FIGURES[2], value=worst, unit="", at_most=1.02, note=f"worst: {where}")
+
+
+def drafts() -> None:
+    """States of a sequence while four drafts are undecided: a page before them and after each query token, or one with
+    a history."""
+    harness.progress(
+        "| model | pages of a sequence with 4 drafts, snapshots | replay | larger than a plain state by |\n"
+        "|---|--:|--:|--:|"
+    )
+    for name in MODELS:
+        plain, replay = _state_page(_spec(name, 16)), _state_page(_spec(name, 16, rollback="replay"))
+        more = 100 * (replay / plain - 1)
+        harness.progress(f"| {name} | {6 * plain / 2**20:,.0f} MiB | {replay / 2**20:.0f} MiB | {more:.1f} % |")
 
 
 def error(quick: bool) -> Figure:
@@ -252,6 +269,7 @@ def reuse(options: argparse.Namespace) -> Figure:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    drafts()
     return [error(options.quick), rounding(options.quick), overhead(), *capacities(), reuse(options)]
 
 

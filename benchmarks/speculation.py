@@ -1,8 +1,8 @@
 """Tokens per second with drafts by prompt lookup, beside the same engine without.
 
-SmolLM2-135M, greedy, float32, one request at a time and eight at a time: the model is shown a text and asked for it with
-a small change, so that much of the answer stands in the prompt already. The tokens are the same with and without, or
-the script fails.
+SmolLM2-135M, greedy, float32, one request at a time and eight at a time: the model is shown a text and asked for it
+again, so that much of the answer stands in the prompt already. The tokens are the same with and without, or the script
+fails.
 """
 
 from __future__ import annotations

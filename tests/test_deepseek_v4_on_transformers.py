@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from deepseek_v4_models import build
 from everybody import Everybody
 
@@ -19,36 +17,8 @@ def model() -> Any:
     return build()
 
 
-@pytest.fixture(scope="module")
-def asked(model: Any) -> list[tuple[np.ndarray, list[int]]]:
-    """Prompts that share 37 tokens, with the greedy continuation by transformers' own cache, one at a time."""
-    random = np.random.default_rng(0)
-    shared = random.integers(2, 97, 37)
-    pairs = []
-    for count in (3, 50, 17, 31):
-        prompt = np.concatenate([shared, random.integers(2, 97, count)])
-        output = model.generate(torch.from_numpy(prompt)[None], max_new_tokens=12, do_sample=False)
-        pairs.append((prompt, output[0, len(prompt) :].tolist()))
-    return pairs
-
-
-def poisoned(engine: Engine) -> Engine:
-    """Free pages come in random order and hold NaN at every step."""
-    begin = engine.backends.begin
-    engine.manager.shuffle_free_pages(np.random.default_rng(1))
-
-    def begin_poisoned(step: Any) -> None:
-        engine.manager.check()
-        for group in range(len(engine.layout.groups)):
-            engine.memory.pages(group)[torch.from_numpy(engine.manager.free_pages(group)).long()] = 255
-        begin(step)
-
-    engine.backends.begin = begin_poisoned
-    return engine
-
-
 @pytest.mark.parametrize("block_tokens", [16, 32])
-def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
+def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked, poisoned):
     with poisoned(
         Engine(model, memory="4MiB", block_tokens=block_tokens, max_batch_tokens=23, max_sequences=4)
     ) as engine:
@@ -62,7 +32,7 @@ def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
         engine.manager.check()
 
 
-def test_pauses_and_evictions(model, asked):
+def test_pauses_and_evictions(model, asked, poisoned):
     """Room for little more than one request."""
     sizes = {"memory": "200KiB", "block_tokens": 16, "max_batch_tokens": 16, "max_sequences": 4}
     with poisoned(Engine(model, **sizes, admission=Everybody())) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import typing
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvist import hookspecs, records
+from kvist.iterations import records as lines
 from kvist.plugins import discovery, load, plan
 from kvist.registry import Registry
 from kvist_mamba.families import FAMILIES
@@ -112,12 +114,38 @@ def test_the_how_to_on_tiers_runs_as_it_stands(tmp_path, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["host", "disk"]
 
 
-def test_watching_the_cache_runs_as_it_stands(capsys):
+def test_watching_the_cache_runs_as_it_stands(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "how-to" / "watch-the-cache.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     exec(compile("\n".join(blocks), "watch-the-cache.md", "exec"), {"__name__": "how-to"})
-    assert "2 requests, 66% of their 150 prompt tokens reused" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "2 requests, 66% of their 150 prompt tokens reused" in output
+    lines = (tmp_path / "records.jsonl").read_text()
+    assert lines in output
+    kinds = [json.loads(line)["kind"] for line in lines.splitlines()]
+    assert kinds == ["begin", "step", "request", "step", "request", "step", "branches"]
+
+
+@pytest.mark.parametrize(
+    ("row", "record"),
+    [
+        ("`begin`, first", lines.Begin),
+        ("`step`, in `groups`", lines.DeviceGroup),
+        ("`step`, in `lower`", lines.LowerTier),
+        ("`request`", lines.RequestRecord),
+        ("`branches`", lines.BranchRecord),
+    ],
+)
+def test_the_fields_of_lines_of_records(row, record):
+    text = (ROOT / "docs" / "how-to" / "watch-the-cache.md").read_text()
+    (fields,) = re.findall(rf"^\| {row}.*?\| (.*) \|$", text, re.MULTILINE)
+    nested = {lines.Begin: (lines.Tier, lines.Group), lines.LowerTier: (lines.LowerGroup,)}.get(record, ())
+    expected = {name for each in (record, *nested) for name in each.__struct_fields__}
+    told = set(re.findall(r"`(\w+)`", fields))
+    # What these hold is told, or has a row of its own.
+    assert expected - {"groups", "capacity_bytes"} <= told <= expected | {"s", "steps", "number", "time"}
 
 
 def test_wishing_what_stays_runs_as_it_stands():

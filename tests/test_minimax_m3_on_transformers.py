@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from everybody import Everybody
@@ -19,36 +18,8 @@ def model() -> Any:
     return build()
 
 
-@pytest.fixture(scope="module")
-def asked(model: Any) -> list[tuple[np.ndarray, list[int]]]:
-    """Prompts that share 37 tokens, with the greedy continuation by transformers' own cache."""
-    random = np.random.default_rng(0)
-    shared = random.integers(2, 97, 37)
-    pairs = []
-    for count in (3, 50, 17, 31):
-        prompt = np.concatenate([shared, random.integers(2, 97, count)])
-        ids = torch.from_numpy(prompt)[None]
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        pairs.append((prompt, output[0, len(prompt) :].tolist()))
-    return pairs
-
-
-def poisoned(engine: Engine) -> Engine:
-    """Free pages come in random order and hold NaN at every step."""
-    begin = engine.backends.begin
-    engine.manager.shuffle_free_pages(np.random.default_rng(1))
-
-    def begin_poisoned(step: Any) -> None:
-        engine.manager.check()
-        engine.memory.pages(0)[torch.from_numpy(engine.manager.free_pages(0)).long()] = 255
-        begin(step)
-
-    engine.backends.begin = begin_poisoned
-    return engine
-
-
 @pytest.mark.parametrize("block_tokens", [2, 4])
-def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
+def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked, poisoned):
     with poisoned(
         Engine(model, memory="1MiB", block_tokens=block_tokens, max_batch_tokens=23, max_sequences=4)
     ) as engine:
@@ -61,7 +32,7 @@ def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked):
         engine.manager.check()
 
 
-def test_pauses_and_evictions(model, asked):
+def test_pauses_and_evictions(model, asked, poisoned):
     """Room for little more than one request."""
     sizes = {"memory": "170KiB", "block_tokens": 4, "max_batch_tokens": 16, "max_sequences": 4}
     with poisoned(Engine(model, **sizes, admission=Everybody())) as engine:
@@ -70,14 +41,15 @@ def test_pauses_and_evictions(model, asked):
         assert engine.stats.pauses > 0 or sum(group.evicted for group in engine.manager.stats().groups) > 0
 
 
-def test_the_model_is_its_own_again(model, asked):
+def test_the_model_is_its_own_again(model, asked, continued):
     before = model.config._attn_implementation
     with Engine(model, memory="1MiB", block_tokens=4) as engine:
         with pytest.raises(KvistError) as caught:
             model(torch.tensor([[1, 2]]), use_cache=False)
         assert str(caught.value) == (
-            "MiniMaxM3VLAttention was called without a step: the model is attached to a Kvist engine\n"
-            "hint: close the engine before using the model in another way"
+            "MiniMaxM3VLAttention was called without a step: the model is attached to a Kvist engine, or its code does "
+            "not pass keyword arguments on to attention\n"
+            "hint: close the engine before using the model in another way; serve only supported model types"
         )
         with pytest.raises(KvistError) as caught:
             Engine(model, memory="1MiB", block_tokens=4)
@@ -87,12 +59,10 @@ def test_the_model_is_its_own_again(model, asked):
         engine.generate([Request(asked[0][0], max_new_tokens=1)])
     assert model.config._attn_implementation == before
     prompt, expected = asked[0]
-    ids = torch.from_numpy(prompt)[None]
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
-    assert output[0, len(prompt) :].tolist() == expected[:3]
+    assert continued(model, prompt, 3) == expected[:3]
 
 
-def test_index_keys_of_8_bits_through_the_config(model, asked):
+def test_index_keys_of_8_bits_through_the_config(model, asked, continued):
     """Asked for in the config; the first tokens, of a prompt that selects everything, cannot differ."""
     model.config.index_dtype = "fp8"
     try:
@@ -101,8 +71,6 @@ def test_index_keys_of_8_bits_through_the_config(model, asked):
             assert dtypes == {"float32", "float8_e4m3fn"}
             prompt = asked[0][0][:6]
             [done] = engine.generate([Request(prompt, max_new_tokens=6)])
-        ids = torch.from_numpy(prompt)[None]
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-        assert done.tokens.tolist() == output[0, 6:].tolist()
+        assert done.tokens.tolist() == continued(model, prompt, 6)
     finally:
         del model.config.index_dtype

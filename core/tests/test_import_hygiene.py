@@ -24,6 +24,7 @@ def imported_by(*modules: str) -> set[str]:
     [
         ("kvist", "kvist.hookspecs", "kvist.records", "kvist.builtin", "kvist.registry", "kvist.cli"),
         ("kvist.spec", "kvist.layout", "kvist.step", "kvist.manager"),
+        ("kvist.iterations.recorder", "kvist.views.report", "kvist.views.top", "kvist.replay.command"),
     ],
 )
 def test_the_light_modules_import_nothing_heavy(modules):

@@ -117,7 +117,7 @@ class Claims:
             ledger.release(group, tables[group][slot, : sequence.state_columns])
         for position in list(sequence.snapshots):
             for group, page in zip(self._states, sequence.snapshots.pop(position)):
-                ledger.release(group, np.array([page], np.int32))
+                ledger.release_one(group, page)
         self._tables.clear(slot, max(blocks, sequence.state_columns))
         self.drop_sources(sequence, used=True)
         if sequence.tip is not None:
@@ -132,7 +132,7 @@ class Claims:
         if sources is not None:
             for group, page in enumerate(sources.pages):
                 if page != NO_PAGE and self._ledger.sparse[group]:
-                    self._ledger.release(group, np.array([page], np.int32))
+                    self._ledger.release_one(group, page)
             self.released(self._tree.release(sources.extent, used=used))
 
     def forget(self) -> list[int]:

@@ -74,7 +74,12 @@ class Exchange(Residents):
         sequence.arriving = True
         self._sequences[sequence.slot] = sequence
         self._epoch += 1
-        return Landing(sequence, length, pages)
+        blocks = -(-length // self._block)
+        tables = tuple(
+            self._tables.arrays[group.index][sequence.slot, : 1 if group.exact else blocks].copy()
+            for group in self.layout.groups
+        )
+        return Landing(sequence, length, pages, tables)
 
     def landed(self, landing: Landing) -> Sequence:
         sequence = landing.sequence
@@ -88,7 +93,8 @@ class Exchange(Residents):
             length = sequence.prompt_length
             points = self._policy.prompt_points(length, sequence.reused, landing.length, self._block)
             sequence.chunk_ends = points if self._has_states else ()
-            ends = self._policy.end_points(length, self._block)
+            # What came is kept also where its history was known before.
+            ends = {landing.length, *self._policy.end_points(length, self._block)}
             sequence.points = sorted({*points, *ends}) if self._windows else []
         self._publisher.publish(sequence, ended=False)
         if self._sparse:

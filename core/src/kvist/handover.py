@@ -47,11 +47,14 @@ class Landing:
 
     length: its tokens then. pages: per group as of :class:`Hold`, with pages only where something has to come: what is
     cached here has none. The sequence is ``arriving`` until ``manager.landed`` or ``manager.give_up``.
+
+    tables: the same with what is cached here, from which what is to come may be computed. Do not write to cached pages.
     """
 
     sequence: Sequence
     length: int
     pages: tuple[IntArray, ...]
+    tables: tuple[IntArray, ...]
 
     @property
     def complete(self) -> bool:

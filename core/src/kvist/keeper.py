@@ -76,17 +76,19 @@ class Queue:
 
     def _begin(self) -> None:
         self._leaves = self.tree.leaves()
-        self._leaf = next(self._leaves, None)
+        #: The next leaf, where it had to be known whether a parent goes first.
+        self._leaf: Extent | None = None
         #: Parents whose children would all be gone, by last use.
         self._uncovered: list[tuple[int, int, Extent]] = []
 
     def pop(self) -> Extent | None:
         """The next extent to cut."""
-        leaf = self._leaf
+        leaf, self._leaf = self._leaf, None
+        if leaf is None:
+            leaf = next(self._leaves, None)
         if self._uncovered and (leaf is None or self._uncovered[0][0] <= leaf.last_used):
+            self._leaf = leaf
             return heapq.heappop(self._uncovered)[2]
-        if leaf is not None:
-            self._leaf = next(self._leaves, None)
         return leaf
 
     def cut(self, extent: Extent, keep_blocks: int) -> None:

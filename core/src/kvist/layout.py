@@ -220,7 +220,7 @@ class Layout:
     @cached_property
     def sequence_bytes(self) -> int:
         """Bytes of pages of windows and states that a sequence of any length holds at most, token by token."""
-        return sum(self._most_pages(group, _FAR) * group.page_bytes for group in self.groups if group.sparse)
+        return sum(self.most_pages(group, _FAR) * group.page_bytes for group in self.groups if group.sparse)
 
     @cached_property
     def floor_slabs(self) -> tuple[int, ...]:

@@ -75,15 +75,35 @@ class Ledger:
         column[ids] = after
         if np.count_nonzero(after):
             ids = ids[after == 0]
+            if not len(ids):
+                return
         marks = self.published[group].take(ids)
         kept = int(np.count_nonzero(marks))
         self.cached[group] += kept
         if kept < len(ids):
             self.arena.give(group, ids[~marks])
 
+    def release_one(self, group: int, page: int) -> None:
+        """As ``release`` of one page of a sparse group, at the cost of scalar accesses."""
+        held = self.arena.taken_count[group] - self.cached[group]
+        if held > self.held_peak[group]:
+            self.held_peak[group] = held
+        column = self.leases[group]
+        left = column.item(page) - 1
+        column[page] = left
+        if not left:
+            if self.published[group].item(page):
+                self.cached[group] += 1
+            else:
+                self.arena.give_one(group, page)
+
     def publish(self, group: int, pages: IntArray) -> None:
         """Mark held pages of a sparse group as findable by others."""
         self.published[group][pages.astype(np.intp)] = True
+
+    def publish_one(self, group: int, page: int) -> None:
+        """As ``publish`` of one page."""
+        self.published[group][page] = True
 
     def unpublish(self, group: int, pages: IntArray) -> None:
         """Pages that left the prefix tree. Those without a lease become free at once."""

@@ -22,6 +22,8 @@ class States:
         self._tables = tables
         self._unit = policy.every(layout.block_tokens)
         self._block = layout.block_tokens
+        self._no_pairs: IntArray = np.empty((0, 2), np.int32)
+        self._no_pairs.setflags(write=False)
         self.groups = [group.index for group in layout.groups if group.exact]
         #: Those whose rows with drafts write every state to a page of its own.
         self._with_draft_pages = [index for index in self.groups if layout.groups[index].retention.draft_pages]
@@ -62,18 +64,19 @@ class States:
 
     def save(self, snapshots: Iterable[tuple[Sequence, int]]) -> tuple[IntArray, ...]:
         """Allocate a page for each snapshot. Returns the pairs ``(state, snapshot)`` per group, as a step has them."""
-        pairs: list[list[tuple[int, int]]] = [[] for _ in self._tables.arrays]
+        tables = self._tables.arrays
+        pairs: dict[int, list[tuple[int, int]]] = {group: [] for group in self.groups}
         for sequence, position in snapshots:
-            pages = []
-            for group in self.groups:
+            pages = sequence.snapshots[position] = []
+            for group, group_pairs in pairs.items():
                 page = self._ledger.allocate_one(group)
-                pairs[group].append((int(self._tables.arrays[group][sequence.slot, 0]), page))
+                group_pairs.append((tables[group].item(sequence.slot, 0), page))
                 pages.append(page)
-            sequence.snapshots[position] = pages
-        saves = tuple(np.array(each, np.int32).reshape(-1, 2) for each in pairs)
-        for array in saves:
-            array.flags.writeable = False
-        return saves
+        saves = [self._no_pairs] * len(tables)
+        for group, group_pairs in pairs.items():
+            saves[group] = np.array(group_pairs, np.int32)
+            saves[group].setflags(False)  # type: ignore[call-arg]
+        return tuple(saves)
 
     def accept(self, run: Run, count: int) -> None:
         """After a run with drafts: the state after ``count`` query tokens becomes the sequence's state."""

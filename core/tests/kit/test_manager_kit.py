@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from kit.mutants import specs
+from kit.mutants import further, specs
 from kit.mutants.base import find
 from kit.mutants.managers import MUTANTS
-from kit.mutants.planted import listed, planted
+from kit.mutants.planted import listed, names, planted
 
 from kvist import claim
 from kvist.manager import PagedCacheManager
@@ -174,6 +174,14 @@ def test_a_fault_lasts_as_long_as_it_is_planted() -> None:
         with pytest.raises(LookupError) as caught, planted("claim.py", old, ""):
             pass
         assert str(caught.value) == why
+
+
+def test_the_benchmark_tries_faults_that_are_there() -> None:
+    tried = [mutant.name for mutant in further.MUTANTS]
+    assert len(set(tried)) == len(tried) > 50
+    assert {*tried, *further.NO_MANAGER_S} <= {*names()}
+    assert not {*tried} & {mutant.name for mutant in MUTANTS}
+    assert set(further.untried()) <= {*names()} - {*tried}
 
 
 def test_mixes_have_every_kind_of_retention() -> None:

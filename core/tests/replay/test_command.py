@@ -147,3 +147,46 @@ def test_a_replay_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_recorded_replay_adds_up_to_its_table(replay, config, write_trace, tmp_path):
+    trace, out, records = write_trace(branching(0, 60)), tmp_path / "out.json", tmp_path / "records.jsonl"
+    options = ("--config", config(window=5), "--memory", "160 tokens", "--block-tokens", 4, "--concurrency", 3)
+    text = replay(trace, *options, "--chunk-tokens", 16, "--json", out, "--record", records)
+    assert f"recorded: {records}" in " ".join(text.split())
+    content, (begin, *lines) = json.loads(out.read_text()), map(json.loads, records.read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    requests = [line for line in lines if line["kind"] == "request"]
+    assert (begin["time_unit"], begin["source"]) == ("steps", "replay of trace.jsonl")
+    for number, group in enumerate(content["groups"]):
+        assert begin["tiers"][0]["groups"][number]["capacity"] == group["capacity_pages"]
+        assert sum(step["groups"][number].get("evicted", 0) for step in steps) == group["evicted_pages"]
+        assert max(step["groups"][number].get("held", 0) for step in steps) <= group["peak_held_pages"]
+    # The last record is of what came after the last step, and time is counted in steps.
+    assert [step["time"] for step in steps[:-1]] == list(range(1, len(steps)))
+    assert sum(step.get("rows", 0) == 1 for step in steps) > 0
+    assert max(step.get("running", 0) for step in steps) <= content["peak_running"] == 3
+    assert sorted(int(request["request"]) for request in requests) == list(range(60))
+    for request in requests:
+        assert request.get("reused_tokens", 0) == content["reused_per_request"][int(request["request"])]
+    assert sum(request.get("generated_tokens", 0) for request in requests) == content["output_tokens"]
+    assert sum(request.get("pauses", 0) for request in requests) >= content["preemptions"]
+    for request in requests:
+        # A token a step, but for those that were paused.
+        generated, spent = request.get("generated_tokens", 0), request["decode"]
+        assert spent >= generated and request["prefill"] >= 1
+    assert lines[-1]["kind"] == "branches"
+    # Recording changes nothing.
+    plain = tmp_path / "plain.json"
+    replay(trace, *options, "--chunk-tokens", 16, "--json", plain)
+    timed = ("host_us_per_request", "host_us_per_decode_step", "host_us_per_decode_token")
+    again = json.loads(plain.read_text())
+    assert {key: content[key] for key in content if key not in timed} == {
+        key: again[key] for key in again if key not in timed
+    }
+
+
+def test_records_that_cannot_be_written(replay, config, write_trace, tmp_path):
+    with pytest.raises(KvistError) as caught:
+        replay(write_trace(branching(0, 3)), "--config", config(), "--memory", "1MiB", "--record", tmp_path)
+    assert str(caught.value) == f"cannot write {tmp_path}: Is a directory"

@@ -12,7 +12,7 @@ from model_free import ModelFree
 from kvist.batch import DecodeBatch
 from kvist.errors import CapacityError, StateError
 from kvist.manager import PagedCacheManager, Run
-from kvist.scheduling import Job, JointPlan, State
+from kvist.scheduling import Job, JointPlan, ReserveToEnd, State
 from kvist.sequence import Sequence as CacheSequence
 from kvist.spec import History, Window
 from kvist.spec import State as StateRetention
@@ -177,7 +177,7 @@ class Paired(ModelFree):
                 self.mirror.batch.join(own)
 
 
-@pytest.mark.parametrize("policy", [None, Everybody()])
+@pytest.mark.parametrize("policy", [ReserveToEnd(), Everybody()])
 @pytest.mark.parametrize(("pages", "draft_pages"), [(60, 60), (14, 60), (60, 26)])
 def test_a_pair_runs_as_one_whichever_is_short(pages: int, draft_pages: int, policy) -> None:
     engine = Paired(pages, draft_pages, admission=policy, max_batch_tokens=12)
@@ -186,7 +186,7 @@ def test_a_pair_runs_as_one_whichever_is_short(pages: int, draft_pages: int, pol
     engine.check_outputs(jobs)
     stats = engine.scheduler.stats
     assert stats.refused == 0
-    assert (stats.pauses > 0) == (policy is not None and min(pages, draft_pages) < 60)
+    assert (stats.pauses > 0) == (isinstance(policy, Everybody) and min(pages, draft_pages) < 60)
     engine.drained()
     draft = engine.mirror.manager.stats()
     assert draft.open_sequences == 0 and all(group.held == 0 for group in draft.groups)

@@ -98,7 +98,13 @@ def test_whoever_is_admitted_by_reservation_finishes(mix: str) -> None:
     """Nobody ever gives way, however tight it is and however much is shared."""
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        engine = ModelFree(int(rng.integers(8, 20)) * len(MIXES[mix]), *MIXES[mix], seed=seed, max_batch_tokens=12)
+        engine = ModelFree(
+            int(rng.integers(8, 20)) * len(MIXES[mix]),
+            *MIXES[mix],
+            seed=seed,
+            max_batch_tokens=12,
+            admission=ReserveToEnd(),
+        )
         jobs = []
         for _ in range(12):
             begin, own = 100 * int(rng.integers(2)), 1000 * int(rng.integers(1, 9))

@@ -98,6 +98,25 @@ def test_a_priority_is_worth_so_many_seconds_and_no_more() -> None:
     engine.check_outputs([running, patient, urgent, late])
 
 
+def test_a_cached_prompt_passes_those_that_came_little_earlier() -> None:
+    """As if it had come up to ``ageing_s`` earlier; a prompt of which less is cached, less."""
+    engine = ModelFree(100, History(), max_sequences=1, ageing_s=10.0)
+    jobs = [engine.submit(range(40), new=1)]
+    engine.drain()
+    jobs.append(engine.submit(range(500, 504), new=30))
+    engine.step()
+    unknown = engine.submit(range(600, 640))
+    engine.clock.now += 6
+    # 20 of 40 tokens: as if it had come 5 s earlier. 39 of 40: 9.75 s.
+    half, known = engine.submit(range(20), range(700, 720)), engine.submit(range(40))
+    engine.clock.now += 5
+    late = engine.submit(range(40), 9)
+    engine.drain()
+    order = [job.number for job in sorted((unknown, half, known, late), key=lambda job: job.admitted_s)]
+    assert order == [known.number, unknown.number, half.number, late.number]
+    engine.check_outputs([*jobs, unknown, half, known, late])
+
+
 def test_equal_ranks_go_by_submission() -> None:
     engine = ModelFree(100, History(), max_sequences=1, ageing_s=0.0)
     jobs = [engine.submit(range(10 * n, 10 * n + 3), new=1, priority=n % 3) for n in range(6)]

@@ -143,6 +143,28 @@ def test_what_has_arrived_is_found_by_others_and_not_before(mix):
     assert target.turn(range(19)) >= (0 if any(isinstance(retention, State) for retention in mix) else 16)
 
 
+@pytest.mark.parametrize("window", [Window(4), Window(3, ring=4)], ids=str)
+def test_windows_that_arrive_beside_a_known_history_are_found(window):
+    """Others have computed more, and kept windows at their own end only."""
+    source, target = engine((History(), window)), engine((History(), window), seed=1)
+    target.turn(range(30))
+    assert target.probe([*range(12), 99]) < 12
+    hold = source.manager.hand_over(computed(source, 12))
+    landing = land(target, 12, more=1)
+    assert [pages.tolist() for pages in landing.pages[:1]] == [[-1, -1, -1]]
+    assert landing.pages[1].tolist()[:2] == [-1, -1] and landing.pages[1][2] > 0
+    # With what is cached here: all of the history, and of windows what is to come.
+    assert (landing.tables[0] > 0).all() and landing.tables[1].tolist() == landing.pages[1].tolist()
+    sequence = arrive(source, target, hold, landing)
+    assert target.probe([*range(12), 99]) == 12
+    target.decode(sequence, 3)
+    target.close(sequence)
+    assert target.turn([*range(12), *range(90, 99)]) == 12
+    hold.release()
+    source.drained()
+    target.drained()
+
+
 @each_mix
 def test_what_does_not_arrive_leaves_nothing_behind(mix):
     source, target = engine(mix), engine(mix, seed=1)

@@ -59,7 +59,7 @@ def test_drafts_in_a_ring(start):
 def test_ragged_batches_of_different_phases():
     random = np.random.default_rng(0)
     with cache(block=32, layers=LAYERS[1:]) as made:
-        requests = [made.open(count, count) for count in (41, 19, 5)]
+        requests = [made.open(count, count) for count in (35, 11, 5)]
         while left := [each for each in requests if each.sequence.computed < len(each.sequence.tokens)]:
             work = []
             for index in random.permutation(len(left))[: random.integers(1, len(left) + 1)]:
@@ -123,12 +123,28 @@ def test_the_selected_scores_are_the_best_of_many():
 def test_the_same_again_gives_the_same_bits():
     results = []
     for _ in range(2):
-        with cache(block=16) as made:
-            sequence = made.manager.open(tokens(24), reuse=False)
-            parts = [made.logits([(sequence, sequence.tokens[at : at + 12], 0)])[0] for at in (0, 12)]
+        with cache(block=16, layers=(1, 2)) as made:
+            request, parts = made.open(30, 6), []
+            for count in (12, 9, 1):
+                step, _ = made.commit([(request.sequence, count, 0)])
+                parts += made.outputs(request, step)
+                made.manager.complete(step)
             results.append(torch.cat(parts))
-            assert float((results[-1] - model_logits(sequence.tokens)).abs().max()) < 1e-4
     assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_the_whole_model():
+    """Logits, in a chunk, a single token and drafts of which one stays."""
+    prompt = tokens(24)
+    wanted = model_logits(prompt)
+    with cache(block=32, drafts=2) as made:
+        sequence = made.manager.open(prompt[:19], reuse=False)
+        [got] = made.logits([(sequence, prompt[:19], 0)])
+        assert float((got - wanted[:19]).abs().max()) < 1e-4
+        sequence.extend(prompt[19:20])
+        [got] = made.logits([(sequence, [*prompt[19:21], 5], 2)], [2])
+        assert float((got[:2] - wanted[19:21]).abs().max()) < 1e-4
 
 
 def test_a_missing_page_is_named():

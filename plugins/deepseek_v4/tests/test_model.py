@@ -112,8 +112,9 @@ def test_it_is_detached_as_it_was():
     with pytest.raises(StateError) as caught, torch.inference_mode():
         model(input_ids=ids, use_cache=False)
     assert str(caught.value) == (
-        "DeepseekV4Attention was called without a step: the model is attached to a Kvist engine\n"
-        "hint: close the engine before using the model in another way"
+        "DeepseekV4Attention was called without a step: the model is attached to a Kvist engine, or its code does not "
+        "pass keyword arguments on to attention\n"
+        "hint: close the engine before using the model in another way; serve only supported model types"
     )
     model.set_attn_implementation("eager")
     with pytest.raises(SpecError) as switched:

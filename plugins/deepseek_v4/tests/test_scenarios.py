@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import attrs
 import numpy as np
 import pytest
@@ -14,6 +17,14 @@ from kvist_deepseek_v4.reference import ReferenceBackend
 from kvist_deepseek_v4.selection import index_scores, select
 
 EVERY = RestorePolicy(every_blocks=1)
+HERE = Path(__file__).parent
+
+
+def test_the_tests_that_the_readme_names_are_there():
+    named = set(re.findall(r"`(test_\w+)`", (HERE.parent / "README.md").read_text(encoding="utf-8")))
+    files = [*HERE.glob("*.py"), *(HERE.parents[2] / "core" / "src" / "kvist" / "testing").rglob("*.py")]
+    there = set(re.findall(r"def (test_\w+)", "\n".join(path.read_text(encoding="utf-8") for path in files)))
+    assert len(named) > 20 and named - there == set()
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -76,7 +76,7 @@ def test_a_replay_says_what_a_token_and_a_sequence_take(config, dtype, index, tm
     assert 0 <= found["padding_bytes_per_token"] < 0.06 * found["bytes_per_token"]
     # Two blocks of each window at most, which are rings of the window's tokens.
     windows = 128 * (config["num_hidden_layers"] * row + heavy * 4096) + 8 * sparse * 10_240
-    assert 2 * windows <= found["bytes_per_sequence"] < 2.1 * windows
+    assert 2 * windows <= found["bytes_per_sequence"] < 2.2 * windows
     assert f"{found['bytes_per_token']:,.2f} bytes per token" in " ".join(ran.stdout.split())
 
 

@@ -77,7 +77,7 @@ def test_what_a_model_needs_of_a_backend(tiny):
 def test_detach_gives_everything_back(tiny):
     model = tiny()
     adapter = MiniMaxM3Adapter(model, spec_of(model))
-    assert model.config._attn_implementation == "kvist-minimax-m3"
+    assert model.config._attn_implementation == "kvist"
     assert refusal(model, spec_of(model)) == (
         "MiniMaxM3VLForCausalLM is attached already\nhint: close the engine that it is attached to"
     )

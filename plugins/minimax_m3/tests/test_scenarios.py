@@ -8,6 +8,12 @@ import torch
 
 from kvist.errors import RequestError
 from kvist.spec import Replicated
+from kvist.transfer.local import LocalTransport
+from kvist.transfer.network import LocalNetwork
+from kvist.transfer.pagetable import describe
+from kvist.transfer.transceiver import Transceiver
+from kvist.transfer.transfers import Transfers
+from kvist.transfer.transport import TransportContext
 from kvist_minimax_m3.reference import ReferenceBackend
 from kvist_minimax_m3.selection import Selection
 
@@ -29,6 +35,38 @@ def test_s1_a_page_that_is_moved_has_its_index_keys(paged, case):
     receiver.computed[0] = 60
     for count in (1, 9):
         assert all(map(torch.equal, sender.step([(0, count)]), receiver.step([(0, count)])))
+
+
+def test_s1_a_request_goes_on_where_it_was_sent(tiny, expecting, tokens, machine):
+    """The prompt, five times as long as what a query reads, is computed on one side, all other tokens on the other."""
+    model, text = tiny(), tokens(75)
+    expected = expecting(model, text, text[:60])
+    network = LocalNetwork()
+
+    def transfers(name, cache):
+        transport = LocalTransport(TransportContext(name), network)
+        region = transport.register(cache.memory.bytes.data_ptr(), cache.layout.arena_bytes)
+        transceiver = Transceiver(transport, region, describe(cache.layout))
+        return transceiver, Transfers(cache.manager, transceiver)
+
+    with machine(model, seed=1) as prefill:
+        sequence = prefill.manager.open(text[:60])
+        prefill.finish(sequence, expected)
+    with machine(model, seed=2) as decode:
+        (context, outgoing), (generation, incoming) = transfers("context", prefill), transfers("generation", decode)
+        outgoing.send("request", sequence)
+        receiving = incoming.receive("request", text, [context.hello()], length=60)
+        for _ in range(1000):
+            for transceiver, both in ((context, outgoing), (generation, incoming)):
+                transceiver.poll()
+                both.poll()
+            if receiving.sequence is not None and not outgoing.open + incoming.open:
+                break
+        assert receiving.sequence.computed == 60
+        decode.compute([(receiving.sequence, 6)], expected)
+        decode.finish(receiving.sequence, expected, chunk=1)
+        for transceiver in (context, generation):
+            transceiver.close()
 
 
 def test_s2_a_block_comes_back_whole_or_not_at_all(tmp_path, tiny, expecting, tokens, tiers):
@@ -86,6 +124,22 @@ def test_s4_reuse_of_300_of_512_tokens(tiny, expecting, tokens, machine):
         assert sequence.reused == 300
         cache.compute([(sequence, 230)], expected)
         cache.finish(sequence, expected, chunk=1)
+
+
+@pytest.mark.parametrize("cuts", [(10, 8), (10, 1, 7), (1,) * 18])
+def test_any_cut_of_a_prompt_selects_the_same(cuts, paged, case):
+    """Queries 10 to 17 see index keys of both parts; block 2 is half old, half new."""
+    selected = []
+    for counts in ((18,), cuts):
+        cache, ids = paged(ReferenceBackend, case(), [18], seed=4), []
+        for count in counts:
+            cache.step([(0, count)])
+            cache.computed[0] -= count
+            cache.backend.begin(cache.make_step([(0, count)]))
+            ids.append(cache.backend.select(4, cache.inputs(4, [(0, count)])))
+            cache.computed[0] += count
+        selected.append(torch.cat(ids))
+    assert torch.equal(*selected) and selected[0].amax() == 4
 
 
 @pytest.mark.parametrize("total", [300, 257, 128])

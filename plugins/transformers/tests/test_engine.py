@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvist.errors import CapacityError, DeadlockError, PluginError, RequestError, SpecError, StateError
+from kvist.iterations.records import BranchesRecord, RequestRecord, StepRecord, read_run
 from kvist.manager import Run
 from kvist.wishes import Wish, Wishes
 from kvist_transformers import Engine, Request, Sampling
@@ -432,3 +433,45 @@ def test_a_closed_engine_frees_its_memory(tiny):
     del engine
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_recorded_adds_up_to_what_was_done(tiny, engines, prompts, tmp_path):
+    """Steps, requests and tokens of the records are the engine's and the manager's own, and all are in the file."""
+    path = tmp_path / "records.jsonl"
+    engine = engines(tiny("llama"), max_batch_tokens=24, memory="48KiB")
+    with path.open("wb") as file:
+        iterations = engine.record(source="tiny", file=file)
+        handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in [*prompts(5), prompts(5)[0]]]
+        cancelled = engine.submit(Request(prompts(1)[0], max_new_tokens=6))
+        engine.step()
+        cancelled.cancel()
+        while not engine.idle:
+            engine.step()
+        engine.close()
+    begin, records = read_run(path)
+    assert iterations.since() == path.read_bytes()
+    assert (begin.source, begin.time_unit) == ("tiny", "s")
+    assert [record.number for record in records] == list(range(len(records)))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    stats = engine.manager.stats()
+    assert sum(step.steps for step in steps) == stats.steps == engine.stats.steps
+    assert sum(step.tokens for step in steps) == engine.stats.computed_tokens
+    assert sum(step.reused_tokens for step in steps) == stats.reused_tokens
+    assert max(step.running for step in steps) <= 6 and steps[0].waiting + steps[0].running == 7
+    requests = {record.request: record for record in records if isinstance(record, RequestRecord)}
+    assert requests[str(cancelled.request_id)].outcome == "cancelled"
+    for handle in handles:
+        completion, record = handle.completion(), requests[str(handle.request_id)]
+        assert record.outcome == completion.finish_reason == "length"
+        assert record.prompt_tokens == completion.prompt_tokens
+        assert (record.reused_tokens, record.generated_tokens) == (completion.reused_tokens, 6)
+        assert record.pauses == completion.pauses
+        assert record.prefill > 0 and record.decode > 0 and record.queue > 0
+        assert record.queue + record.prefill + record.decode <= record.time
+    assert isinstance(records[-1], BranchesRecord) and records[-1].branches
+
+
+def test_without_a_recorder_nothing_is_recorded(tiny, engines, prompts):
+    engine = engines(tiny("llama"))
+    engine.generate([Request(prompts(1)[0], max_new_tokens=2)])
+    assert engine.iterations is None and engine.scheduler._roster.watch is None

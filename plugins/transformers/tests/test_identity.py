@@ -33,7 +33,7 @@ def run(engine, requests, rng, *, cancel=()):
         for index in cancel:
             if index < len(handles) and len(handles[index].tokens) > 2:
                 handles[index].cancel()
-        engine.max_batch_tokens = int(rng.integers(9, 40))
+        engine.scheduler.max_batch_tokens = int(rng.integers(9, 40))
         engine.step()
     engine.manager.check()
     return handles

@@ -170,6 +170,16 @@ class Arena:
         self.taken_count[group] -= len(pages)
         self._push(group, pages)
 
+    def give_one(self, group: int, page: int) -> None:
+        """As ``give`` of one page, at the cost of one array write."""
+        count = self.free_count[group]
+        if count == len(self._free[group]):
+            self.give(group, np.array((page,), np.int32))
+            return
+        self.taken_count[group] -= 1
+        self._free[group][count] = page
+        self._set_free(group, count + 1)
+
     def _push(self, group: int, pages: npt.NDArray[np.integer]) -> None:
         count = self.free_count[group]
         end = count + len(pages)

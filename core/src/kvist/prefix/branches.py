@@ -14,10 +14,11 @@ from kvist.prefix.tree import PrefixTree
 
 @attrs.frozen
 class Branch:
-    """An extent and everything below it.
+    """A line of extents and everything that leaves it. Where the tree forks, the line goes on as long as one way has
+    nine tenths of the tokens below; the other ways are its children.
 
     name: short, of its first block. parent: its place in the list, -1 for one that begins a sequence. scope: short, of
-    the scope's digest; a salt may be a secret. start: token position where it begins. own_tokens: until it forks.
+    the scope's digest; a salt may be a secret. start: token position where it begins. own_tokens: of the line.
     tokens: with everything below. extents: runs of tokens in it. children: branches right below it, listed or not.
     held: is anything of it in use?
     hits: requests that reused something of it, and ``hit_tokens``, what these reused in all, from position 0 on; those
@@ -63,7 +64,8 @@ def largest_branches(tree: PrefixTree, limit: int) -> list[Branch]:
         _, _, extent, parent, scope = heapq.heappop(waiting)
         total = sums[id(extent)]
         name = blake2b(extent.key, digest_size=4).hexdigest()
-        for child in extent.children.values():
+        own_tokens, children = _line(extent, sums)
+        for child in children:
             heapq.heappush(waiting, (-sums[id(child)].tokens, offered, child, len(found), scope))
             offered += 1
         found.append(
@@ -72,16 +74,30 @@ def largest_branches(tree: PrefixTree, limit: int) -> list[Branch]:
                 parent,
                 scope,
                 extent.start,
-                extent.length,
+                own_tokens,
                 total.tokens,
                 total.extents,
-                len(extent.children),
+                len(children),
                 extent.holds > 0,
                 total.hits,
                 total.hit_tokens,
             )
         )
     return found
+
+
+def _line(extent: Extent, sums: dict[int, _Sum]) -> tuple[int, list[Extent]]:
+    """Tokens of the line that begins with ``extent``, and what leaves it."""
+    tokens, leaving = extent.length, list[Extent]()
+    while extent.children:
+        ways = list(extent.children.values())
+        largest = max(ways, key=lambda way: sums[id(way)].tokens)
+        if 10 * sums[id(largest)].tokens < 9 * sum(sums[id(way)].tokens for way in ways):
+            return tokens, leaving + ways
+        leaving += [way for way in ways if way is not largest]
+        extent = largest
+        tokens += extent.length
+    return tokens, leaving
 
 
 def _sums(tree: PrefixTree) -> dict[int, _Sum]:

@@ -9,14 +9,6 @@ import numpy as np
 from kvist.step import IntArray
 from kvist.wishes import NO_WISH
 
-#: A dtype object: parsing the string costs more than the conversion.
-_BIG_ENDIAN = np.dtype(">i4")
-
-
-def order_key(tokens: IntArray) -> bytes:
-    """Tokens as bytes that sort like the tokens do, so that neighbours share the longest prefix."""
-    return tokens.astype(_BIG_ENDIAN).tobytes()
-
 
 class Extent:
     """``length`` tokens from position ``start`` of every sequence below it, with one page id per block and group.
@@ -56,10 +48,11 @@ class Extent:
         self._pieces = [_kept(run)]
         self._pages: IntArray = pages.copy()
         self.children: dict[bytes, Extent] = {}
-        #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour.
+        #: Keys of the children, sorted: the child sharing the longest prefix with any tokens is a neighbour, in
+        #: whatever order the bytes of a token put tokens.
         self.order: list[bytes] = []
         #: Tokens of the first block, as the parent files them.
-        self.key = order_key(run[:block_tokens])
+        self.key = run[:block_tokens].tobytes()
         #: Content keys of leading whole blocks, as many as were asked for: :func:`kvist.prefix.named.keys_of`.
         self.keys: list[bytes] | None = None
         self.last_used = 0
@@ -161,7 +154,7 @@ class Extent:
         self._pages = self._pages[:, block_count:blocks].copy()
         self.start += cut
         self.length -= cut
-        self.key = order_key(tokens[cut : cut + self.block_tokens])
+        self.key = tokens[cut : cut + self.block_tokens].tobytes()
         self.parent = upper
         upper.add_child(self)
         return upper
@@ -185,7 +178,7 @@ class Extent:
         """The child that shares the most leading tokens with the block ``key`` stands for, and how many."""
         at = bisect_left(self.order, key)
         best: tuple[Extent, int] | None = None
-        for near in self.order[max(0, at - 1) : at + 1]:
+        for near in self.order[at - 1 if at else 0 : at + 1]:
             count = _common_tokens(near, key)
             if count and (best is None or count > best[1]):
                 best = self.children[near], count
@@ -199,8 +192,8 @@ def _kept(run: IntArray) -> IntArray:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    if left[:4] != right[:4]:
-        return 0
-    size = min(len(left), len(right)) // 4
-    differs = np.frombuffer(left, _BIG_ENDIAN, size) != np.frombuffer(right, _BIG_ENDIAN, size)
-    return int(differs.argmax()) if differs.any() else size
+    """Leading tokens, of 4 bytes each, that two keys share."""
+    size = min(len(left), len(right))
+    differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    # The lowest bit that is set lies in the first byte that differs.
+    return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvist.memory.diskstats import Reason
-from kvist.prefix.extent import Extent, order_key
+from kvist.prefix.extent import Extent
 from kvist.prefix.watch import IndexWatcher
 from kvist.spec import Scope
 from kvist.step import IntArray
@@ -92,7 +92,7 @@ class PrefixTree:
             return path
         position, total = 0, len(run)
         while node.children and position < total:
-            key = order_key(run[position : position + block])
+            key = run[position : position + block].tobytes()
             child = node.children.get(key)
             if child is None:
                 closest = node.closest_child(key)
@@ -101,9 +101,9 @@ class PrefixTree:
                 return path
             node = child
             count = min(node.length, total - position)
-            differs = node.tokens[:count] != run[position : position + count]
-            same = int(differs.argmax())
-            if not differs[same]:
+            # A search for the first true byte beats argmax, which has to be asked twice.
+            same = (node.tokens[:count] != run[position : position + count]).tobytes().find(1)
+            if same < 0:
                 same = count
             position += same
             path.append((node, same))
@@ -151,7 +151,7 @@ class PrefixTree:
                 self.idle_blocks += pages.shape[1] - 1
                 if not whole:
                     assert last.parent is not None
-                    last.parent.replace_child(last, order_key(run[:block]))
+                    last.parent.replace_child(last, run[:block].tobytes())
                 if self.watcher is not None and not last.stale:
                     self.watcher.inserted(last, whole)
                 if filled != wish:

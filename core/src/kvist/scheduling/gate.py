@@ -17,13 +17,14 @@ J = TypeVar("J", bound=Job)
 class Gate:
     """Between a queue and the memory.
 
-    closed_for: the job that was not let in; it need not be asked for again before somebody has given pages back.
+    closed_at: the first in the queue when somebody was not let in; nobody need be asked for again before somebody has
+        given pages back or there is another first.
     crowded: somebody had to give way, and nobody has ended since.
     """
 
     def __init__(self, manager: CacheManager, companion: Companion | None, policy: AdmissionPolicy) -> None:
         self.managers = (manager,) if companion is None else (manager, companion.manager)
-        self.closed_for: Job | None = None
+        self.closed_at: Job | None = None
         self.crowded = False
         self._companion = companion
         self._policy = policy
@@ -33,7 +34,7 @@ class Gate:
 
     def opened(self) -> None:
         """Somebody has given pages back."""
-        self.closed_for = None
+        self.closed_at = None
 
     def poll(self) -> None:
         """Take in what tiers have copied."""
@@ -55,7 +56,6 @@ class Gate:
             held = [group.held for group in manager.stats().groups]
             pairs = [(each, self._sequence(each, number)) for each in jobs]
             if not policy.admits(Room(manager.layout, held, pairs)):
-                self.closed_for = job
                 return False
         return True
 

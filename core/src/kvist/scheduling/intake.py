@@ -13,7 +13,7 @@ import numpy as np
 from kvist.contract import CacheManager
 from kvist.errors import CapacityError, KvistError, SpecError, StateError
 from kvist.plan import Shortage
-from kvist.scheduling.admission import AdmissionPolicy, ReserveToEnd
+from kvist.scheduling.admission import AdmissionPolicy, Watermark
 from kvist.scheduling.gate import Gate
 from kvist.scheduling.job import Job, State
 from kvist.scheduling.joint import Companion
@@ -25,6 +25,9 @@ from kvist.sequence import Sequence as CacheSequence
 from kvist.step import IntArray
 
 J = TypeVar("J", bound=Job)
+
+#: Waiting jobs whose prompts are looked up before one is admitted.
+_LOOKED_AT = 32
 
 
 class Intake(Generic[J]):
@@ -54,13 +57,13 @@ class Intake(Generic[J]):
         self.stats = SchedulerStats()
         self._roster: Roster[J] = Roster()
         self._prefixes: Prefixes[J] = Prefixes(manager.layout.block_tokens)
-        self._gate = Gate(manager, companion, admission or ReserveToEnd())
+        self._gate = Gate(manager, companion, admission or Watermark())
         self._companion = companion
         self._remote = remote
         self._generated = generated
         self._clock = clock
         self._ageing_s = ageing_s
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._turn: Turn[J] | None = None
         #: What the last step that did not fit at all has lacked.
@@ -68,6 +71,8 @@ class Intake(Generic[J]):
         #: Prompt tokens that a step may have since pages were short; None without a limit of that kind.
         self._cap: int | None = None
         self._refused: list[J] = []
+        #: What part of a waiting job's tokens the cache had when this turn began.
+        self._shares: dict[J, float] = {}
 
     # ------------------------------------------------------------------ jobs come and go
 
@@ -85,6 +90,11 @@ class Intake(Generic[J]):
         job.rank = job.arrival_s - job.priority * self._ageing_s
         self._roster.enter(job)
         self.stats.submitted += 1
+
+    def watch(self, moved: Callable[[J], None]) -> None:
+        """Call ``moved`` with every job that comes into another state from now on, in the midst of what moves it: it
+        may look at the job's state and nothing else."""
+        self._roster.watch = moved
 
     def finish(self, job: J) -> None:
         """End a job in whatever state it is; what it computed stays reusable. Not between ``turn`` and ``complete`` for
@@ -136,6 +146,16 @@ class Intake(Generic[J]):
         return self._roster.idle
 
     @property
+    def running_count(self) -> int:
+        """Jobs that hold memory."""
+        return self._roster.holding_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Jobs that hold none."""
+        return len(self._roster.queue) + len(self._roster.deferred)
+
+    @property
     def decoding(self) -> SequenceOf[J]:
         """Jobs that get one token a step, in row order. Do not change it."""
         return self._roster.decode
@@ -152,6 +172,7 @@ class Intake(Generic[J]):
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
+        self._shares.clear()
         while (job := self._next()) is not None:
             if job.state is State.WAITING and not job.remote_tokens:
                 job.behind = self._prefixes.wait_for(job)
@@ -164,27 +185,50 @@ class Intake(Generic[J]):
             except CapacityError:
                 # No room for rows from another process.
                 begun = False
-                self._gate.closed_for = job
             except KvistError as error:
                 self._refuse(job, error)
                 continue
             if not begun:
+                self._gate.closed_at = self._roster.queue[0]
                 return
 
     def _next(self) -> J | None:
         """Who would begin next, if there is work for it in the next step."""
         roster = self._roster
-        if not roster.queue:
+        queue = roster.queue
+        if not queue:
             return None
-        job: J | None = roster.queue[0]
-        if roster.started_count >= self._max_sequences:
-            if not roster.preempted_count:
-                return None
-            job = next(each for each in roster.queue if each.started)
-        if roster.holding_count and (self._gate.crowded or job is self._gate.closed_for):
+        if roster.holding_count and (self._gate.crowded or self._gate.closed_at is queue[0]):
             return None
         queued = len(roster.decode) + sum(each.remaining for each in roster.prefill)
-        return job if queued < self._max_batch_tokens else None
+        if queued >= self.max_batch_tokens:
+            return None
+        if roster.started_count < self._max_sequences:
+            return self._most_urgent(queue)
+        if roster.preempted_count:
+            return self._most_urgent([each for each in queue if each.started])
+        return None
+
+    def _most_urgent(self, jobs: SequenceOf[J]) -> J:
+        """The first in order, unless the cache has more of one that came little later: a prompt that is cached goes as
+        if it had one level more of priority, a part of it in proportion."""
+        last = jobs[0].rank + self._ageing_s
+        near = [job for job in jobs[:_LOOKED_AT] if job.rank < last]
+        if len(near) < 2:
+            return jobs[0]
+        return min(near, key=lambda job: (job.rank - self._ageing_s * self._cached_share(job), job.number))
+
+    def _cached_share(self, job: J) -> float:
+        share = self._shares.get(job)
+        if share is None:
+            if job.state is State.SUSPENDED:
+                share = 1.0
+            elif job.remote_tokens:
+                share = 0.0
+            else:
+                share = self.manager.probe(job.tokens, job.scope) / len(job.tokens)
+            self._shares[job] = share
+        return share
 
     def _begin(self, job: J) -> bool:
         """Give a job its sequence, unless there is no room for it now."""

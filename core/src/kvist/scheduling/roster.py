@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -29,6 +29,8 @@ class Roster(Generic[J]):
         self.arriving: list[J] = []
         self.deferred: list[J] = []
         self.started_count = 0
+        #: Is told of every job that has come into another state.
+        self.watch: Callable[[J], None] | None = None
         #: Of the queue those that have run before.
         self.preempted_count = 0
         self._lists = {
@@ -80,6 +82,8 @@ class Roster(Generic[J]):
         assert state in NEXT[job.state], f"job {job.number} cannot go from {job.state.value} to {state.value}"
         self._take(job)
         job.state = state
+        if self.watch is not None:
+            self.watch(job)
         if state is State.DONE:
             self.started_count -= job.started
             return

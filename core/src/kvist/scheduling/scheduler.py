@@ -23,13 +23,13 @@ class Scheduler(Intake[J]):
     """Continuous batching over one cache manager, for the thread that drives that manager.
 
     Every turn gives each decoding job one token, and what is left of the budget to prompts, the first in order first.
-    The order is that of arrival, in which a priority counts as ``ageing_s`` seconds a level: so nobody is overtaken by
-    whoever comes more than that later.
+    The order is that of arrival, in which a priority counts as ``ageing_s`` seconds a level, and for admission what the
+    cache has of a prompt as one level at most: so nobody is overtaken by whoever comes more than that later.
 
     manager: only this scheduler opens sequences of it, or knows of those who do: see :class:`DeadlockError`.
     max_batch_tokens: most tokens of one step. max_sequences: most jobs between first admission and end.
     generated: the tokens that a job has generated so far, int32; asked when it ends or gives way.
-    admission: who may begin beside those that run.
+    admission: who may begin beside those that run; :class:`Watermark` unless said otherwise.
     ageing_s: seconds that one level of priority is worth.
     clock: seconds from any origin; only differences count.
     companion: a second cache that goes along. remote: who brings the rows of jobs with ``remote_tokens``.
@@ -40,7 +40,7 @@ class Scheduler(Intake[J]):
         """Most drafts of the next turn, over all jobs: prompts that are being computed need none of their tokens for
         certain, so they go first."""
         rows = len(self._roster.decode) + sum(job.remaining for job in self._roster.prefill)
-        return max(0, self._max_batch_tokens - rows)
+        return max(0, self.max_batch_tokens - rows)
 
     def turn(self, drafts: Mapping[int, IntArray] | None = None) -> Turn[J] | None:
         """Admit who may begin, make room, and commit the next step. ``None``: nothing can be computed now, because
@@ -139,7 +139,7 @@ class Scheduler(Intake[J]):
         """The largest step that fits, committed. Prompts get fewer tokens before anybody gives way; ``None`` when not
         even a token for each decoding job fits, or, without any, one of the first prompt."""
         rows = len(self._roster.decode)
-        full = self._max_batch_tokens - rows
+        full = self.max_batch_tokens - rows
         budget = full if self._cap is None else min(full, max(1, 2 * self._cap))
         while True:
             chunks = self._chunks(budget)
@@ -177,7 +177,7 @@ class Scheduler(Intake[J]):
         """What of the drafts there is room for. Their jobs leave the decode batch for this step."""
         if self._companion is not None:
             raise StateError("turn(drafts=...) of a scheduler with a companion", hint="give it no drafts")
-        room = self._max_batch_tokens - len(self._roster.decode) - sum(count for _, count in chunks)
+        room = self.max_batch_tokens - len(self._roster.decode) - sum(count for _, count in chunks)
         most = self.manager.layout.most_drafts
         taken = {}
         for job in [job for job in self._roster.decode if job.number in drafts]:

@@ -83,7 +83,7 @@ def _stranger(manager: Callable[..., Any]) -> Iterator[type[CacheManagerTests]]:
 
 
 @contextlib.contextmanager
-def _faulty(fault: Callable[[], Fault]) -> Iterator[type[CacheManagerTests]]:
+def faulty(fault: Callable[[], Fault]) -> Iterator[type[CacheManagerTests]]:
     with fault():
         yield TestPagedCacheManager
 
@@ -94,7 +94,7 @@ def _factory(make: Callable[[], type]) -> Iterator[type]:
 
 
 #: Of the list that benchmarks/fuzz.py plants too.
-_LISTED = (
+LISTED = (
     ("CM-07", "commit: copies one block early"),
     ("CM-07", "match: snapshot ahead"),
     ("CM-07", "match: any unit"),
@@ -233,9 +233,9 @@ _STRANGERS = (
 )
 MUTANTS = (
     *(Mutant(each.name, each.clause, partial(_factory, each.make)) for each in specs.MUTANTS),
-    *(Mutant(name, clause, partial(_faulty, partial(listed, name))) for clause, name in _LISTED),
-    *(Mutant(name, clause, partial(_faulty, partial(planted, *text))) for name, clause, *text in _PLANTED),
+    *(Mutant(name, clause, partial(faulty, partial(planted, *text))) for name, clause, *text in _PLANTED),
     *(Mutant(name, clause, partial(_stranger, manager)) for name, clause, manager in _STRANGERS),
+    *(Mutant(name, clause, partial(faulty, partial(listed, name))) for clause, name in LISTED),
 )
 
 

@@ -26,6 +26,11 @@ def _listed() -> dict[str, tuple[str, str, str]]:
     }
 
 
+def names() -> list[str]:
+    """Of all faults of that list."""
+    return list(_listed())
+
+
 def listed(name: str) -> contextlib.AbstractContextManager[None]:
     """The fault ``"file: name"`` of that list."""
     return planted(*_listed()[name])

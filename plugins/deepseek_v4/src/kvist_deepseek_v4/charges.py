@@ -68,14 +68,10 @@ def kvist_charge(config: Config, prompt: int, chunk: int, block_tokens: int) -> 
     spec = cache_spec(config, block_tokens=block_tokens, dtype="fp8")
     layout = Layout.build(spec, 1 << 42, pages_of(spec))
     history = sum(group.page_bytes for group in layout.groups if not group.sparse)
-    sparse = {group.name for group in layout.groups if group.sparse}
-    # In the middle of a block a window has most pages.
-    far = 64 * block_tokens + block_tokens // 2
-    running = sum(size for name, size in admission_bytes(layout, far, 1).items() if name in sparse)
     most = max(
         sum(admission_bytes(layout, begin, min(chunk, prompt - begin)).values()) for begin in range(0, prompt, chunk)
     )
-    return Charge("Kvist", history / block_tokens, running, most)
+    return Charge("Kvist", history / block_tokens, layout.sequence_bytes, most)
 
 
 def _others(model: _Model, prompt: int, chunk: int) -> Iterator[Charge]:

@@ -24,7 +24,7 @@ _GATHERED = 1 << 23
 
 
 @attrs.frozen(eq=False)
-class _Row:
+class StepRow:
     """One sequence of the step. tokens: its part of the batch. tables: its pages by group."""
 
     tokens: slice
@@ -34,7 +34,7 @@ class _Row:
 
 
 @attrs.frozen(eq=False)
-class _Series:
+class Series:
     """What compressed rows, or index rows, are made from; see :class:`DeepseekV4Inputs`. names: of the streams of
     states and of rows."""
 
@@ -46,12 +46,12 @@ class _Series:
     eps: float
 
     @classmethod
-    def of_rows(cls, inputs: Any) -> _Series:
+    def of_rows(cls, inputs: Any) -> Series:
         learned = inputs.position_bias, inputs.norm, inputs.frequencies, inputs.eps
         return cls((STATE, COMPRESSED), inputs.state, *learned)
 
     @classmethod
-    def of_index(cls, inputs: Any) -> _Series:
+    def of_index(cls, inputs: Any) -> Series:
         learned = inputs.index_position_bias, inputs.index_norm, inputs.frequencies, inputs.eps
         return cls((INDEX_STATE, INDEX_K), inputs.index_state, *learned)
 
@@ -82,14 +82,14 @@ class ReferenceBackend(AttentionBackend):
         }
         self._device = context.memory.device
         self._step: Step | None = None
-        self._rows: list[_Row] = []
+        self._rows: list[StepRow] = []
 
     def begin(self, step: Step) -> None:
         """Keep the step, cut into sequences."""
         starts = step.query_starts.tolist()
         self._step = step
         self._rows = [
-            _Row(
+            StepRow(
                 slice(starts[row], starts[row + 1]),
                 int(step.lengths[row] - step.query_lengths[row]),
                 int(step.lengths[row]),
@@ -110,9 +110,9 @@ class ReferenceBackend(AttentionBackend):
         for row in self._rows:
             window = self._write_window(layer, kv, row, inputs.kv[row.tokens])
             if layer.ratio:
-                self._compress(layer, row, _Series.of_rows(inputs))
+                self._compress(layer, row, Series.of_rows(inputs))
             if layer.index_dim:
-                self._compress(layer, row, _Series.of_index(inputs))
+                self._compress(layer, row, Series.of_index(inputs))
             output[row.tokens] = self._attend(layer, row, inputs, window)
         return output
 
@@ -121,20 +121,18 @@ class ReferenceBackend(AttentionBackend):
         int64 ``[Q, n]``, see :func:`~kvist_deepseek_v4.selection.select`."""
         return self._select(self._layers[layer_id], self._rows[row], inputs)
 
-    def _write_window(self, layer: LayerGeometry, kv: StreamRows, row: _Row, own: torch.Tensor) -> torch.Tensor:
+    def _write_window(self, layer: LayerGeometry, kv: StreamRows, row: StepRow, own: torch.Tensor) -> torch.Tensor:
         """Store the step's rows. Returns all that its queries may read, the last of the window included."""
         table = row.tables[kv.group]
         cached = kv.read(table, max(0, row.begin - layer.window + 1), row.begin)
         kv.write(table, row.begin, own)
         return torch.cat((cached, kv.stored(own)))
 
-    def _compress(self, layer: LayerGeometry, row: _Row, series: _Series) -> None:
+    def _compress(self, layer: LayerGeometry, row: StepRow, series: Series) -> None:
         """Store the step's states, then the rows of the windows that it completes."""
         states, rows = (self._streams[layer.id][name] for name in series.names)
         ratio, table = layer.ratio, row.tables[states.group]
-        positions = torch.arange(row.begin, row.end, device=self._device)
-        own = series.state[row.tokens].float()
-        own = torch.stack((own[:, 0], own[:, 1] + series.position_bias.float()[positions % ratio]), dim=1)
+        own = self._own_states(layer, row, series)
         first, end = row.begin // ratio, row.end // ratio
         start = max(0, (first - layer.overlap) * ratio)
         # Read before they are written over: a ring may need the place.
@@ -148,7 +146,13 @@ class ReferenceBackend(AttentionBackend):
         positions = torch.arange(first, end, device=self._device) * ratio
         rows.write(row.tables[rows.group], first, rotate(pooled, positions, series.frequencies))
 
-    def _select(self, layer: LayerGeometry, row: _Row, inputs: DeepseekV4Inputs) -> torch.Tensor:
+    def _own_states(self, layer: LayerGeometry, row: StepRow, series: Series) -> torch.Tensor:
+        """The states of the step's tokens, gates with the bias of their positions."""
+        positions = torch.arange(row.begin, row.end, device=self._device)
+        own = series.state[row.tokens].float()
+        return torch.stack((own[:, 0], own[:, 1] + series.position_bias.float()[positions % layer.ratio]), dim=1)
+
+    def _select(self, layer: LayerGeometry, row: StepRow, inputs: DeepseekV4Inputs) -> torch.Tensor:
         positions = torch.arange(row.begin, row.end, device=self._device)
         visible = visible_rows(positions, layer.ratio)
         assert inputs.index_query is not None and inputs.index_weights is not None
@@ -158,7 +162,9 @@ class ReferenceBackend(AttentionBackend):
         scores = index_scores(query, inputs.index_weights[row.tokens], known)
         return select(scores, visible, inputs.topk)
 
-    def _attend(self, layer: LayerGeometry, row: _Row, inputs: DeepseekV4Inputs, window: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: LayerGeometry, row: StepRow, inputs: DeepseekV4Inputs, window: torch.Tensor
+    ) -> torch.Tensor:
         """One sequence. window: ``[K, D]``, the last rows up to its last token. Returns ``[Q, heads, D]``."""
         query = inputs.query[row.tokens]
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -48,6 +48,16 @@ def needs_state(spec: CacheSpec, length: int) -> frozenset[int]:
     return frozenset(shapes[layer_id].ratio for layer_id in streams)
 
 
+def replay_bound(spec: CacheSpec, length: int) -> int:
+    """The fewest tokens before ``length`` that rebuild all windows and states there exactly, from nothing but
+    compressed and index rows: a layer's rows are wrong as far as a window reaches behind the first one that the layer
+    below has right. All tokens, where the sequence is no longer."""
+    shapes = layers_of(spec, "replay")
+    window = max(shape.window for shape in shapes.values())
+    opened = [length % shape.ratio + (shape.ratio if shape.overlap else 0) for shape in shapes.values() if shape.ratio]
+    return min(length, (len(shapes) - 1) * (window - 1) + max(window - 1, *opened, 0))
+
+
 def _rows(spec: CacheSpec, length: int) -> Iterator[Rows]:
     shapes = layers_of(spec, "restore")
     for layer in spec.layers:

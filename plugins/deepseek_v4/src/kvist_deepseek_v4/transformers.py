@@ -1,9 +1,8 @@
 """Fits DeepSeek-V4 to a Kvist step: the adapter for the host ``transformers``.
 
-transformers hands every extra keyword argument of ``model(...)`` on to the attention function, so the step travels with
-the call. A compressor makes no rows of its own: it leaves what it projects on its module, where the attention function,
-which the same layer calls next, picks it up. Batches are flattened and never padded: transformers pools padding into
-compressed rows.
+The attention function is the one of ``kvist_transformers``. A compressor makes no rows of its own: it leaves what it
+projects on its module, where attention, which the same layer calls next, picks it up. Batches are flattened and never
+padded: transformers pools padding into compressed rows.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AttentionInterface, DeepseekV4ForCausalLM
+from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from kvist.attention.base import AttentionBackend
 from kvist.attention.families import Backends, Need
-from kvist.errors import SpecError, StateError
+from kvist.errors import SpecError
 from kvist.spec import CacheSpec
 from kvist_deepseek_v4.formats import encodings, format_of
 from kvist_deepseek_v4.inputs import DeepseekV4Inputs
 from kvist_deepseek_v4.plugin import ENCODED_ROWS, FAMILY
 from kvist_deepseek_v4.spec import cache_spec
+from kvist_transformers.attachment import Attachment, require_eval, require_one_device, require_unattached
+from kvist_transformers.attention import ARGUMENT
 
-#: Name under which the attention function is registered with transformers.
-NAME = "kvist-deepseek-v4"
-#: Keyword argument of ``model(...)`` that carries the :class:`_Call`.
-ARGUMENT = "kvist_deepseek_v4_call"
 #: Attribute of a compressor with what it projected last.
 _PROJECTED = "_kvist_projected"
 
@@ -37,6 +34,23 @@ class _Call:
     """Attention of the backend's current step."""
 
     backend: AttentionBackend
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        _value: torch.Tensor,
+        _mask: torch.Tensor | None,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """One layer. query ``[1, heads, T, D]``, key and value the same ``[1, 1, T, D]``."""
+        compressor: Any = module.compressor
+        projected = compressor.__dict__.pop(_PROJECTED) if compressor is not None else {}
+        sinks: torch.Tensor = module.sinks  # type: ignore[assignment]
+        inputs = DeepseekV4Inputs(query[0].transpose(0, 1), key[0, 0], arguments["scaling"], sinks, **projected)
+        layer_id: int = module.layer_idx  # type: ignore[assignment]
+        return self.backend.forward(layer_id, inputs).unsqueeze(0)
 
 
 class DeepseekV4Adapter:
@@ -53,12 +67,7 @@ class DeepseekV4Adapter:
         self.spec = spec
         self.needs = {FAMILY: Need(spec, frozenset({ENCODED_ROWS} if encodings(spec) else ()))}
         self._call: _Call | None = None
-        AttentionInterface.register(NAME, _attention)
-        self._previous = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        for compressor in _compressors(model):
-            # On the instance: the class, and every other model, keeps its own.
-            compressor.forward = _project.__get__(compressor)
+        self._attachment = Attachment(model, modules=[(each, _project) for each in _compressors(model)])
 
     @property
     def device(self) -> torch.device:
@@ -81,11 +90,7 @@ class DeepseekV4Adapter:
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.
         """
-        if self.model.config._attn_implementation != NAME:
-            raise SpecError(
-                f"the attention implementation is {self.model.config._attn_implementation!r}",
-                hint="something switched it while the engine was attached; do not use the model in between",
-            )
+        self._attachment.require()
         output = self.model(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -98,10 +103,8 @@ class DeepseekV4Adapter:
 
     def detach(self) -> None:
         """Give the model its previous attention back. Idempotent."""
-        if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation(self._previous)
+        self._attachment.detach()
         for compressor in _compressors(self.model):
-            compressor.__dict__.pop("forward", None)
             compressor.__dict__.pop(_PROJECTED, None)
 
 
@@ -140,44 +143,13 @@ def _state(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return torch.stack((module.kv_proj(hidden_states)[0], module.gate_proj(hidden_states)[0]), dim=1)
 
 
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    _value: torch.Tensor,
-    _mask: torch.Tensor | None,
-    scaling: float,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """Registered with transformers. query ``[1, heads, T, D]``, key and value the same ``[1, 1, T, D]``."""
-    call: _Call | None = arguments.get(ARGUMENT)
-    if call is None:
-        raise StateError(
-            f"{type(module).__name__} was called without a step: the model is attached to a Kvist engine",
-            hint="close the engine before using the model in another way",
-        )
-    compressor: Any = module.compressor
-    projected = compressor.__dict__.pop(_PROJECTED) if compressor is not None else {}
-    sinks: torch.Tensor = module.sinks  # type: ignore[assignment]
-    inputs = DeepseekV4Inputs(query[0].transpose(0, 1), key[0, 0], scaling, sinks, **projected)
-    layer_id: int = module.layer_idx  # type: ignore[assignment]
-    return call.backend.forward(layer_id, inputs).unsqueeze(0), None
-
-
 def _check_model(model: Any, spec: CacheSpec) -> None:
     what = type(model).__name__
     if not isinstance(model, DeepseekV4ForCausalLM):
         raise SpecError(f"{what} is not served", hint="load DeepseekV4ForCausalLM")
-    if model.training:
-        raise SpecError(f"{what} is in training mode", hint="call model.eval() first")
-    if model.config._attn_implementation == NAME:
-        raise SpecError(f"{what} is attached already", hint="close the engine that it is attached to")
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise SpecError(
-            f"{what}: its parameters are on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}",
-            hint="load it onto one device, without device_map",
-        )
+    require_eval(model, what)
+    require_unattached(model, what)
+    require_one_device(model, what)
     scalings = {
         name: getattr(compressor.rotary_emb, f"{compressor.rope_layer_type}_attention_scaling")
         for name, compressor in model.named_modules()

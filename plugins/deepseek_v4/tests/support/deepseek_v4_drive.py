@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from deepseek_v4_models import LAYERS, VOCABULARY, embeddings, hidden, layer_output, model_logits, tiny
 
+from kvist.attention.base import BackendContext
 from kvist.attention.families import Backends, page_layout
 from kvist.layout import Layout
 from kvist.manager import PagedCacheManager, RestorePolicy, Run
@@ -18,7 +19,7 @@ from kvist.step import NO_PAGE
 from kvist_deepseek_v4.reference import ReferenceBackend
 from kvist_deepseek_v4.restore import restore_rows
 from kvist_deepseek_v4.rows import StreamRows
-from kvist_deepseek_v4.spec import cache_spec
+from kvist_deepseek_v4.spec import cache_spec, mtp_spec
 from kvist_deepseek_v4.transformers import DeepseekV4Adapter
 
 Backend = type[Any]
@@ -40,27 +41,43 @@ class Request:
     wanted: dict[int, torch.Tensor]
 
 
+@attrs.frozen
+class _Predictor:
+    """A backend that takes the inputs of whatever layer for its own."""
+
+    backend: Any
+    layer: int
+
+    def forward(self, _: int, inputs: Any) -> torch.Tensor:
+        return self.backend.forward(self.layer, inputs)
+
+
 class Cache:
     """Manager and memory of the tiny model. ``alone``: no sequence gets or gives anything, so what the model's
-    description says can be dropped is NaN before every step, within pages too. ``layers``: those that steps compute."""
+    description says can be dropped is NaN before every step, within pages too. ``layers``: those that steps compute.
+    ``mtp``: a multi-token prediction layer computes the same tokens in a domain of its own; its weights are those of
+    layer 0, which has a window only, too."""
 
     def __init__(self, *, block: int = 16, blocks: int = 64, drafts: int = 0, seed: int = 0, **how: Any) -> None:
         self.model = tiny()
         self.alone = how.pop("alone", False)
-        self.layers = how.pop("layers", range(len(LAYERS)))
+        mtp = how.pop("mtp", False)
+        self.layers = how.pop("layers", range(len(LAYERS) + mtp))
         backend = how.pop("backend", ReferenceBackend)
         restore = how.pop("restore", RestorePolicy())
         config, dtype = self.model.config.to_dict(), how.pop("dtype", "float32")
         self.spec = cache_spec(config, block_tokens=block, dtype=dtype, drafts=drafts, **how)
+        self.drafts = [mtp_spec(config, block_tokens=block, dtype=dtype, drafts=drafts)] if mtp else []
         self.adapter = DeepseekV4Adapter(self.model, self.spec)
         try:
             classes = {"deepseek_v4": backend}
             arrangement = page_layout(self.adapter.needs, classes)
-            sizes = [group.page_bytes for group in Layout.build(self.spec, 1 << 30, arrangement).groups]
-            self.layout = Layout.build(self.spec, blocks * sum(sizes), arrangement)
+            sizes = [group.page_bytes for group in Layout.build(self.spec, 1 << 30, arrangement, self.drafts).groups]
+            self.layout = Layout.build(self.spec, blocks * sum(sizes), arrangement, self.drafts)
             self.memory = DeviceMemory(self.layout)
             self.memory.bytes.fill_(255)
             self.backends = Backends(self.memory, self.adapter.needs, classes)
+            self.predictors = [backend(BackendContext(self.memory, spec)) for spec in self.drafts]
             self.adapter.bind(self.backends)
         except BaseException:
             self.adapter.detach()
@@ -88,10 +105,14 @@ class Cache:
                 self._poison_own(sequence)
 
     def _poison_own(self, sequence: Any) -> None:
-        needed = {(rows.layer_id, rows.stream): rows for rows in restore_rows(self.spec, sequence.computed)}
-        for layer in self.spec.layers:
+        for spec in (self.spec, *self.drafts):
+            self._poison_domain(sequence, spec)
+
+    def _poison_domain(self, sequence: Any, spec: Any) -> None:
+        needed = {(rows.layer_id, rows.stream): rows for rows in restore_rows(spec, sequence.computed)}
+        for layer in spec.layers:
             for stream in layer.streams:
-                rows = StreamRows.of(self.memory, layer.id, stream)
+                rows = StreamRows.of(self.memory, layer.id, stream, spec.domain)
                 table = self.manager._tables.arrays[rows.group][sequence.slot]
                 keep = needed.get((layer.id, stream.name))
                 kept = np.arange(keep.begin, keep.end) if keep else np.arange(0)
@@ -120,6 +141,8 @@ class Cache:
         step = plan.commit()
         self.memory.apply(step)
         self.backends.begin(step)
+        for predictor in self.predictors:
+            predictor.begin(step)
         return step, [run.sequence for run in plan.runs]
 
     # Layer by layer, over random hidden states.
@@ -139,7 +162,7 @@ class Cache:
             states[layer] = hidden(layer, count, seed)
             if like is not None:
                 states[layer][:shared] = like.states[layer][:shared]
-            wanted[layer] = layer_output(layer, states[layer])
+            wanted[layer] = layer_output(layer % len(LAYERS), states[layer])
         return Request(sequence, states, wanted)
 
     def expect_like(self, like: Request, count: int) -> Request:
@@ -187,17 +210,10 @@ class Cache:
             for (request, count, drafts, kept), begin in zip(ordered, begins):
                 right = request.states[layer][begin : begin + count + kept]
                 parts += [right, torch.randn(count + drafts - len(right), 64)]
-            with torch.inference_mode():
-                output, _ = self.model.model.layers[layer].self_attn(
-                    torch.cat(parts)[None],
-                    position_embeddings=embeddings(self.model, positions),
-                    position_ids=positions[None],
-                    attention_mask=None,
-                    **self.adapter.arguments,
-                )
+            output = self._output(layer, torch.cat(parts), positions)
             at = 0
             for (request, count, drafts, kept), begin in zip(ordered, begins):
-                got, want = output[0, at : at + count + kept], request.wanted[layer][begin : begin + count + kept]
+                got, want = output[at : at + count + kept], request.wanted[layer][begin : begin + count + kept]
                 off = float((got - want).abs().max()) if len(want) else 0.0
                 assert off <= 1e-5, f"layer {layer}, positions {begin}..{begin + count + kept - 1}: off by {off}"
                 self.worst = max(self.worst, off)
@@ -209,16 +225,23 @@ class Cache:
         """What the layers put out in a step of one request alone, by layer."""
         positions, found = torch.from_numpy(step.positions), []
         for layer in self.layers:
-            with torch.inference_mode():
-                output, _ = self.model.model.layers[layer].self_attn(
-                    request.states[layer][step.positions][None],
-                    position_embeddings=embeddings(self.model, positions),
-                    position_ids=positions[None],
-                    attention_mask=None,
-                    **self.adapter.arguments,
-                )
-            found.append(output[0])
+            found.append(self._output(layer, request.states[layer][step.positions], positions))
         return found
+
+    @torch.inference_mode()
+    def _output(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What a layer's attention makes of the step's hidden states."""
+        if layer >= len(LAYERS):
+            self.adapter.bind({"deepseek_v4": _Predictor(self.predictors[0], layer)})
+        output, _ = self.model.model.layers[layer % len(LAYERS)].self_attn(
+            states[None],
+            position_embeddings=embeddings(self.model, positions),
+            position_ids=positions[None],
+            attention_mask=None,
+            **self.adapter.arguments,
+        )
+        self.adapter.bind(self.backends)
+        return output[0]
 
     def finish(self, request: Request, chunk: int | None = None) -> None:
         """Compute what is left, in chunks."""

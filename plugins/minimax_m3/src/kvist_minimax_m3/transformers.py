@@ -1,8 +1,7 @@
 """Fits MiniMax-M3's text model to a Kvist step: the adapter for the host ``transformers``. Images are not served.
 
-transformers hands every extra keyword argument of ``model(...)`` on to the attention function, so the step travels with
-the call. An indexer gives its queries and keys instead of scores that it would compute over the flattened batch; they
-reach the attention function as ``block_indices``.
+The attention function is the one of ``kvist_transformers``. An indexer gives its queries and keys instead of scores
+that it would compute over the flattened batch; they reach the attention function as ``block_indices``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AttentionInterface
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3SparseForConditionalGeneration,
     MiniMaxM3VLForCausalLM,
@@ -21,7 +19,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 from kvist.attention.base import AttentionBackend
 from kvist.attention.families import Backends, Need
 from kvist.attention.gqa import GQAInputs
-from kvist.errors import SpecError, StateError
+from kvist.errors import SpecError
 from kvist.spec import CacheSpec
 from kvist_minimax_m3.config import read_config
 from kvist_minimax_m3.dtypes import FP8, require_fp8_bound
@@ -29,11 +27,8 @@ from kvist_minimax_m3.inputs import SparseInputs
 from kvist_minimax_m3.plugin import FAMILY, FP8_INDEX, SEVERAL_INDEX_HEADS
 from kvist_minimax_m3.selection import Selection
 from kvist_minimax_m3.spec import cache_spec
-
-#: Name under which the attention function is registered with transformers.
-NAME = "kvist-minimax-m3"
-#: Keyword argument of ``model(...)`` that carries the :class:`_Call`.
-ARGUMENT = "kvist_minimax_m3_call"
+from kvist_transformers.attachment import Attachment, require_eval, require_one_device, require_unattached
+from kvist_transformers.attention import ARGUMENT
 
 
 @attrs.frozen(eq=False)
@@ -50,6 +45,26 @@ class _Call:
 
     backend: AttentionBackend
     selection: Selection
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _mask: torch.Tensor | None,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """One layer. query ``[1, heads, T, size]``, key and value ``[1, key heads, T, size]``."""
+        query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
+        index: _IndexRows | None = arguments.get("block_indices")
+        inputs: GQAInputs | SparseInputs
+        if index is None:
+            inputs = GQAInputs(query, key, value, arguments["scaling"])
+        else:
+            inputs = SparseInputs(query, key, value, index.query, index.key, arguments["scaling"], self.selection)
+        layer_id: int = module.layer_idx  # type: ignore[assignment]
+        return self.backend.forward(layer_id, inputs).unsqueeze(0)
 
 
 class MiniMaxM3Adapter:
@@ -77,12 +92,7 @@ class MiniMaxM3Adapter:
         self.needs = {FAMILY: Need(spec, frozenset(features))}
         self._selection = shape.selection
         self._call: _Call | None = None
-        AttentionInterface.register(NAME, _attention)
-        self._previous = self._text.config._attn_implementation
-        self._text.set_attn_implementation(NAME)
-        for indexer in _indexers(self._text):
-            # On the instance: the class, and every other model, keeps its own.
-            indexer.forward = _index_rows.__get__(indexer)
+        self._attachment = Attachment(self._text, modules=[(each, _index_rows) for each in _indexers(self._text)])
 
     @property
     def device(self) -> torch.device:
@@ -100,11 +110,7 @@ class MiniMaxM3Adapter:
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.
         """
-        if self._text.config._attn_implementation != NAME:
-            raise SpecError(
-                f"the attention implementation is {self._text.config._attn_implementation!r}",
-                hint="something switched it while the engine was attached; do not use the model in between",
-            )
+        self._attachment.require()
         output = self._text(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **{ARGUMENT: self._call}
         )
@@ -113,10 +119,7 @@ class MiniMaxM3Adapter:
 
     def detach(self) -> None:
         """Give the model its previous attention back. Idempotent."""
-        if self._text.config._attn_implementation == NAME:
-            self._text.set_attn_implementation(self._previous)
-        for indexer in _indexers(self._text):
-            indexer.__dict__.pop("forward", None)
+        self._attachment.detach()
 
 
 def _index_rows(
@@ -134,33 +137,6 @@ def _index_rows(
     return _IndexRows(query[0].transpose(0, 1), key[0, 0])
 
 
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _: torch.Tensor | None,
-    scaling: float,
-    block_indices: _IndexRows | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """Registered with transformers. query ``[1, heads, T, size]``, key and value ``[1, key heads, T, size]``."""
-    call: _Call | None = arguments.get(ARGUMENT)
-    if call is None:
-        raise StateError(
-            f"{type(module).__name__} was called without a step: the model is attached to a Kvist engine",
-            hint="close the engine before using the model in another way",
-        )
-    query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    inputs: GQAInputs | SparseInputs
-    if block_indices is None:
-        inputs = GQAInputs(query, key, value, scaling)
-    else:
-        inputs = SparseInputs(query, key, value, block_indices.query, block_indices.key, scaling, call.selection)
-    layer_id: int = module.layer_idx  # type: ignore[assignment]
-    return call.backend.forward(layer_id, inputs).unsqueeze(0), None
-
-
 def _text_model(model: Any) -> Any:
     if isinstance(model, MiniMaxM3SparseForConditionalGeneration):
         return model.model.language_model
@@ -174,16 +150,9 @@ def _text_model(model: Any) -> Any:
 
 def _check_model(model: Any, text: Any, spec: CacheSpec) -> None:
     what = type(model).__name__
-    if model.training:
-        raise SpecError(f"{what} is in training mode", hint="call model.eval() first")
-    if text.config._attn_implementation == NAME:
-        raise SpecError(f"{what} is attached already", hint="close the engine that it is attached to")
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise SpecError(
-            f"{what}: its parameters are on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}",
-            hint="load it onto one device, without device_map",
-        )
+    require_eval(model, what)
+    require_unattached(text, what)
+    require_one_device(model, what)
     expected = cache_spec(
         model.config.to_dict(),
         block_tokens=spec.block_tokens,

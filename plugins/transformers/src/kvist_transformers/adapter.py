@@ -11,7 +11,8 @@ import torch
 from kvist.attention.families import Backends, Need
 from kvist.errors import SpecError, StateError
 from kvist.spec import CacheSpec
-from kvist_transformers.attention import ARGUMENT, NAME, ProbeCall, StepCall, attention_part, register
+from kvist_transformers.attachment import Attachment, require_eval, require_one_device
+from kvist_transformers.attention import ARGUMENT, NAME, ProbeCall, StepCall, attention_part
 from kvist_transformers.specs import config_digest
 
 #: Elements of each parameter that take part in a model's fingerprint.
@@ -36,7 +37,7 @@ class DecoderAdapter:
         self._call: StepCall | None = None
         self._attention = attention_part(spec)
         _check_model(model, self.model_type)
-        self._previous = model.config._attn_implementation
+        self._attachment: Attachment | None = None
         try:
             self._attach()
             features = self._probe()
@@ -62,23 +63,19 @@ class DecoderAdapter:
         token_ids, positions: int64 ``[T]``. logit_rows: int64 ``[n]``, the tokens whose logits are needed, in any
         number. Returns ``[n, vocabulary]``. Raises SpecError when another call switched the attention off.
         """
-        if self._attention is not None and self.model.config._attn_implementation != NAME:
-            raise SpecError(
-                f"{self.model_type}: the attention implementation is {self.model.config._attn_implementation!r}",
-                hint="something switched it while the engine was attached; do not use the model in between",
-            )
+        if self._attachment is not None:
+            self._attachment.require()
         return self._run(token_ids, positions, logit_rows, self._call)
 
     def detach(self) -> None:
         """Give the model its previous attention back. Idempotent."""
-        if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation(self._previous)
+        if self._attachment is not None:
+            self._attachment.detach()
 
     def _attach(self) -> None:
         if self._attention is None:
             return
-        register()
-        self.model.set_attn_implementation(NAME)
+        self._attachment = Attachment(self.model, f"{self.model_type}: ")
         # transformers warns and changes nothing where the model's code does not ask for the implementation.
         if self.model.config._attn_implementation != NAME:
             raise SpecError(
@@ -134,16 +131,10 @@ def model_fingerprint(model: Any) -> str:
 def _check_model(model: Any, model_type: str) -> None:
     if model.config.is_encoder_decoder:
         raise SpecError(f"{model_type}: cross-attention is not served", hint="use a decoder-only model")
-    if model.training:
-        raise SpecError(f"{model_type}: the model is in training mode", hint="call model.eval() first")
+    require_eval(model, f"{model_type}: the model")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise SpecError(
             f"{model_type}: {type(model).__name__}.forward has no argument 'logits_to_keep'",
             hint="load the model with AutoModelForCausalLM from transformers >= 4.57",
         )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise SpecError(
-            f"{model_type}: its parameters are on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}",
-            hint="load it onto one device, without device_map",
-        )
+    require_one_device(model, model_type)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from kvist.errors import CapacityError, RequestError, StateError
+from kvist.iterations.recorder import Iterations
+from kvist.iterations.records import Phase
 from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
 from kvist_transformers.checks import check_request, refused
+from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
-from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.job import EngineJob, Source
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.runtime import Runtime
@@ -23,6 +25,18 @@ from kvist_transformers.sampling import sample
 from kvist_transformers.slots import Slots, SlotTable
 from kvist_transformers.speculation import Chosen, Speculation
 from kvist_transformers.stats import EngineStats
+
+#: Where a job's time counts in its record.
+_PHASES: Mapping[State, Phase] = {
+    State.WAITING: "queue",
+    State.DEFERRED: "queue",
+    State.SUSPENDED: "queue",
+    State.ARRIVING: "transfer",
+    State.LOADING: "transfer",
+    State.PREFILL: "prefill",
+    State.DECODE: "decode",
+    State.DRAFT: "decode",
+}
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -82,6 +96,8 @@ class Engine:
         self.adapter, self.memory, self.backends = runtime.adapter, runtime.memory, runtime.backends
         self.backend_names = runtime.backend_names
         self.stats = EngineStats()
+        #: What is recorded of every step, once :meth:`record` was called.
+        self.iterations: Iterations | None = None
         try:
             self.scheduler: Scheduler[EngineJob] = Scheduler(
                 self.manager,
@@ -183,6 +199,8 @@ class Engine:
     def _enter(self, job: EngineJob, on_tokens: Callable[[Handle, TokenArray], None] | None = None) -> Handle:
         self._require_open()
         self.scheduler.submit(job)
+        if self.iterations is not None:
+            job.timer = self.iterations.request(str(job.number))
         handle = Handle(self, job)
         if on_tokens is not None:
             job.on_tokens = lambda _, tokens: on_tokens(handle, tokens)
@@ -228,6 +246,12 @@ class Engine:
         finally:
             handle.cancel()
 
+    def record(self, *, source: str = "", keep: int = 4096, file: BinaryIO | None = None) -> Iterations:
+        """Record every step and every request from now on; see :class:`~kvist.iterations.recorder.Iterations`."""
+        self.iterations = Iterations(self.manager, source=source, keep=keep, file=file)
+        self.scheduler.watch(_note_phase)
+        return self.iterations
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
@@ -240,6 +264,8 @@ class Engine:
         for job in self.scheduler.jobs():
             self._finish(job, "cancelled")
         self._closed = True
+        if self.iterations is not None:
+            self.iterations.close()
         self._runtime.detach()
         if self._port is not None:
             self._port.close()
@@ -274,6 +300,9 @@ class Engine:
                     self._note_end(job, "error")
             if turn is not None:
                 self._run(turn)
+                if self.iterations is not None:
+                    running, waiting = self.scheduler.running_count, self.scheduler.waiting_count
+                    self.iterations.step(turn.step, running=running, waiting=waiting)
         self._count()
         self._deliver()
         return turn is not None
@@ -295,6 +324,7 @@ class Engine:
         for chunk in last:
             if chunk.job.slot < 0:
                 chunk.job.slot = self._slots.take(chunk.job.request, chunk.job.seed, chunk.job.given)
+                chunk.job.logprobs = self._slots.logprobs[chunk.job.slot]
         chosen = Chosen(decode_slots, last)
         if len(logit_rows):
             with self.stats.timed("sample_ns"):
@@ -311,6 +341,12 @@ class Engine:
             self.stats.steps += 1
             self.stats.computed_tokens += turn.step.token_count
             self.stats.generated_tokens += int((self._slots.count[chosen.rows] - before).sum())
+            # Those who do not ask for logarithms pay nothing for them.
+            wanted = np.flatnonzero(self._slots.top_logprobs[chosen.slots] >= 0)
+            if len(wanted):
+                self._slots.note_logprobs(
+                    chosen.slots[wanted], logits[torch.from_numpy(wanted).to(logits.device)], tokens[wanted]
+                )
             self._end_finished(chosen.rows)
             self._hand_over([chunk.job for chunk in last])
 
@@ -386,6 +422,13 @@ class Engine:
             self._slots.give(job.slot)
             job.slot = -1
         self.stats.finished += 1
+        if job.timer is not None:
+            job.timer.finish(
+                reason,
+                prompt_tokens=len(job.prompt),
+                reused_tokens=max(0, job.reused_tokens),
+                generated_tokens=len(job.output),
+            )
         if job.on_tokens is not None:
             self._listeners.remove(job)
             if reason != "cancelled":
@@ -409,3 +452,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("the engine is closed")
+
+
+def _note_phase(job: EngineJob) -> None:
+    if job.timer is not None and job.state is not State.DONE:
+        job.timer.enter(_PHASES[job.state])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import attrs
+
 from kvist.errors import StateError
 from kvist.scheduling import State
 from kvist_transformers.job import EngineJob
 from kvist_transformers.request import Completion, TokenArray
+from kvist_transformers.sampling import TokenLogprobs
 
 
 class Owner(Protocol):
@@ -18,6 +21,16 @@ class Owner(Protocol):
 
     def generated(self, job: EngineJob) -> TokenArray:
         """What a job has generated so far."""
+
+
+@attrs.frozen
+class Times:
+    """Readings of a clock in seconds, of which only differences count; NaN for what has not happened."""
+
+    arrival_s: float
+    admitted_s: float
+    first_token_s: float
+    ended_s: float
 
 
 class Handle:
@@ -42,6 +55,27 @@ class Handle:
         """int32, what has been generated so far."""
         return self._engine.generated(self._job)
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One for each of :attr:`tokens` where the request asks for them, otherwise empty. The engine adds to it."""
+        return self._job.logprobs
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose rows were in the cache when the request first ran, 0 before."""
+        return max(self._job.reused_tokens, 0)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been admitted and has not ended: a step may have computed some of it."""
+        return self._job.started and not self.done
+
+    @property
+    def times(self) -> Times:
+        """When it came, was admitted, had its first token and ended."""
+        job = self._job
+        return Times(job.arrival_s, job.admitted_s, job.first_token_s, job.ended_s)
+
     def cancel(self) -> None:
         """End the request now and free its pages. Does nothing when it has ended."""
         self._engine.cancel(self)
@@ -56,7 +90,7 @@ class Handle:
             len(job.request.tokens),
             job.output,
             job.finish_reason,
-            max(job.reused_tokens, 0),
+            self.reused_tokens,
             job.computed_tokens,
             job.pauses + job.suspensions,
             job.error,

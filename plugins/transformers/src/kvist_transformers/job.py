@@ -7,8 +7,10 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
+from kvist.iterations.recorder import RequestTimer
 from kvist.scheduling import Job
 from kvist_transformers.request import FinishReason, Request, TokenArray
+from kvist_transformers.sampling import TokenLogprobs
 
 
 @attrs.frozen
@@ -22,7 +24,8 @@ class Source:
 @attrs.define(eq=False, kw_only=True)
 class EngineJob(Job):
     """slot: its row of the slot table from its first token on, otherwise -1. output: what it has generated, once it has
-    ended. delivered: how many tokens its ``on_tokens`` was given.
+    ended. delivered: how many tokens its ``on_tokens`` was given. logprobs: of each token, where they are wanted.
+    timer: where its time goes, if that is recorded.
 
     handover: the name under which another process gets it when its prompt is computed; ``None`` if it stays here.
     arrival: where its rows come from, if another process has computed its prompt; given: the tokens that were generated
@@ -35,7 +38,9 @@ class EngineJob(Job):
     handover: str | None = None
     arrival: Source | None = None
     given: TokenArray = attrs.field(factory=lambda: np.zeros(0, np.int32))
+    timer: RequestTimer | None = attrs.field(default=None, init=False)
     slot: int = attrs.field(default=-1, init=False)
     delivered: int = attrs.field(default=0, init=False)
     output: TokenArray = attrs.field(factory=lambda: np.zeros(0, np.int32), init=False)
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list, init=False)
     finish_reason: FinishReason | None = attrs.field(default=None, init=False)

@@ -16,6 +16,9 @@ from kvist.wishes import Wishes
 
 TokenArray = npt.NDArray[np.int32]
 
+#: Alternatives of which a request may ask the probability.
+MOST_LOGPROBS = 20
+
 #: Why a request ended; ``"moved"``: it goes on in another process.
 FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
@@ -72,10 +75,12 @@ class Request:
     max_new_tokens: most tokens to generate, at least 1.
     stop_token_ids: generation ends with the first of these; it is part of the output, as in transformers.
     scope: what beside the tokens makes content different; requests share prefixes only within equal scopes.
+    logprobs: with each token give the logarithm of its probability and of so many alternatives, at most
+        ``MOST_LOGPROBS``; ``None`` gives none.
     priority: from -10 to 10; a higher one goes first, as if it had come earlier.
     wishes: how long its tokens should stay in the cache.
 
-    Raises RequestError for tokens that are not a flat sequence of ints or a bad ``max_new_tokens``.
+    Raises RequestError for tokens that are not a flat sequence of ints, a bad ``max_new_tokens`` or ``logprobs``.
     """
 
     tokens: TokenArray = attrs.field(converter=_token_array, eq=attrs.cmp_using(np.array_equal))
@@ -85,10 +90,13 @@ class Request:
     scope: Scope = attrs.field(factory=Scope)
     priority: int = 0
     wishes: Wishes | None = None
+    logprobs: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise RequestError(f"logprobs={self.logprobs} must be in 0 .. {MOST_LOGPROBS}")
 
 
 @attrs.frozen

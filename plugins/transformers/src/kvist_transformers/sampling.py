@@ -71,6 +71,30 @@ def sample(logits: torch.Tensor, columns: SamplingColumns, counters: npt.NDArray
     return chosen.to("cpu", torch.int32).numpy()
 
 
+@attrs.frozen
+class TokenLogprobs:
+    """Natural logarithms of probabilities before temperature, top-k and top-p.
+
+    logprob: of the chosen token. top: ids and values of the most likely tokens, the most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: npt.NDArray[np.int32], top_counts: npt.NDArray[np.int64]
+) -> list[TokenLogprobs]:
+    """Of the tokens chosen from ``logits``, ``[rows, vocabulary]``, with ``top_counts`` alternatives for each row."""
+    values = torch.log_softmax(logits.float(), dim=-1)
+    chosen = values.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(values.device)[:, None])[:, 0].tolist()
+    top, ids = values.topk(min(int(top_counts.max(initial=0)), values.shape[1]), dim=-1)
+    return [
+        TokenLogprobs(logprob, tuple(zip(row_ids[:count], row_values[:count])))
+        for logprob, row_ids, row_values, count in zip(chosen, ids.tolist(), top.tolist(), top_counts.tolist())
+    ]
+
+
 def _draw(probabilities: torch.Tensor, _: SamplingColumns, threshold: torch.Tensor) -> torch.Tensor:
     """From the whole distribution: int64 ``[rows]``."""
     return _inverse(probabilities, threshold)

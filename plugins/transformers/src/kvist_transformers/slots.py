@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvist_transformers.request import Request, TokenArray
-from kvist_transformers.sampling import SamplingColumns
+from kvist_transformers.sampling import SamplingColumns, TokenLogprobs, token_logprobs
 
 Slots = npt.NDArray[np.int64]
 
@@ -15,7 +16,8 @@ class SlotTable:
     """One row per running request; a row is taken when a request is admitted for the first time and kept to its end.
 
     output: int32 ``[slots, width]``, generated tokens. count: how many of them. limit: most of them.
-    last: int64, the newest token, which the next step computes.
+    last: int64, the newest token, which the next step computes. top_logprobs: int64, how many alternatives are wanted
+    with each token, -1 where no logarithms are. logprobs: those of each row's tokens, kept by whoever has the row.
     """
 
     def __init__(self, slot_count: int) -> None:
@@ -24,6 +26,8 @@ class SlotTable:
         self.count = np.zeros(slot_count, np.int64)
         self.limit = np.zeros(slot_count, np.int64)
         self.last = np.zeros(slot_count, np.int64)
+        self.top_logprobs = np.full(slot_count, -1, np.int64)
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(slot_count)]
         self._stop = np.full((slot_count, 1), -1, np.int32)
         self._sampling = SamplingColumns(
             temperature=np.zeros(slot_count, np.float64),
@@ -46,6 +50,8 @@ class SlotTable:
         self.count[slot] = len(given)
         self.output[slot, : len(given)] = given
         self.limit[slot] = request.max_new_tokens
+        self.top_logprobs[slot] = -1 if request.logprobs is None else request.logprobs
+        self.logprobs[slot] = []
         self._stop[slot] = -1
         self._stop[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
         self._sampling.temperature[slot] = request.sampling.temperature
@@ -79,6 +85,13 @@ class SlotTable:
         self.count[slot] += len(tokens)
         self.last[slot] = tokens[-1]
         return len(tokens)
+
+    def note_logprobs(self, slots: Slots, logits: torch.Tensor, tokens: TokenArray) -> None:
+        """Keep the logarithms of the tokens that the rows were just given. ``tokens`` were chosen from ``logits``,
+        those of a row in order; what the row did not get is not noted."""
+        for slot, logprobs in zip(slots.tolist(), token_logprobs(logits, tokens, self.top_logprobs[slots])):
+            if len(self.logprobs[slot]) < self.count[slot]:
+                self.logprobs[slot].append(logprobs)
 
     def ended(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which rows have ended, by a stop token or by their limit."""

@@ -181,5 +181,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         verdict = f"[red]DIFFERENT[/red] from those of one process, for {count - same} of {count} requests"
     lines = [f"Greedy {found['dtype']} tokens are {verdict}."]
     lines += [f"[red]Left in the {name} process: {what}.[/red]" for name, what in found["leaks"].items()]
-    lines.append(f"{found['threads']} thread(s) in each of the two processes. Transfers of a wave share the processors.")
+    lines.append(
+        f"{found['threads']} thread(s) in each of the two processes. Transfers of a wave share the processors."
+    )
     return lines
