@@ -44,7 +44,7 @@ def in_one_process(family: str, turns: list[list[int]], new: int) -> list[list[i
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx"])
 def test_families_move_and_go_on(scheme: str) -> None:
-    """A first turn, a second one of which the decode side has all but the newest tokens, and the tokens of one process."""
+    """A first turn, and a second one of which the decode side has all but the newest tokens."""
     if scheme == "ucx":
         require_ucx()
     with OtherProcess(scheme, "prefill") as prefill, OtherProcess(scheme, "decode") as decode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -86,16 +87,14 @@ class SlowNetwork:
 
     def close(self) -> None:
         for each in (self._listener, *self._sockets):
-            with_shutdown(each)
+            shut(each)
         for thread in self._threads:
             thread.join(5)
 
 
-def with_shutdown(each: socket.socket) -> None:
-    try:
+def shut(each: socket.socket) -> None:
+    with contextlib.suppress(OSError):
         each.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     each.close()
 
 

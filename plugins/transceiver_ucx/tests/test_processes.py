@@ -12,6 +12,7 @@ import pytest
 from ucx_peer import End, OtherProcess, fragments
 
 from kvist.errors import TransferError
+from kvist.testing.transfer.remote import Remote
 from kvist.transfer.transport import Closed, Connected, Done, Failed, Message, PeerDown
 from kvist_transceiver_ucx.library import load
 
@@ -335,3 +336,42 @@ def test_nothing_is_left_behind():
         end.transport.close()
     assert held() == before
     assert attrs.asdict(end.transport.capabilities)["grants"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_either_side_is_killed_at_random_moments_without_shared_memory(victim, monkeypatch):
+    """The survivor decides all requests, nothing wrong is written, and it goes on with the next partner."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
+    factory, rng = "kvist_transceiver_ucx.transport:UcxTransport", np.random.default_rng(len(victim))
+    new = {role: lambda role=role: Remote(factory, role, fill=role == "sender") for role in ("sender", "receiver")}
+    processes = {role: make() for role, make in new.items()}
+    try:
+        for number in range(4):
+            sender, receiver, prefix = processes["sender"], processes["receiver"], f"{number}."
+            sender.call("offer_many", prefix, 1000)
+            receiver.call("ask_many", prefix, [sender.call("hello")], 1000, 10.0)
+            receiver.until("some_done", prefix, timeout_s=15)
+            time.sleep(rng.uniform(0, 0.15))
+            dead = processes[victim]
+            dead.kill()
+            survivor = "receiver" if victim == "sender" else "sender"
+            alive = processes[survivor]
+            assert alive.process.is_alive()
+            alive.call("start_no_more")
+            if survivor == "sender":
+                alive.call("give_up")
+            alive.until("all_decided", timeout_s=15)
+            alive.until("all_ended", timeout_s=20)
+            assert alive.call("leaks") == [] and alive.call("verify")
+            dead.__exit__()
+            processes[victim] = new[victim]()
+            sender, receiver = processes["sender"], processes["receiver"]
+            sender.call("offer", prefix + "next")
+            receiver.call("ask", prefix + "next", sender.call("hello"), 10.0)
+            receiver.until("all_ended", timeout_s=15)
+            assert receiver.call("outcome", prefix + "next") == "done"
+    finally:
+        for each in processes.values():
+            each.__exit__()

@@ -15,8 +15,8 @@ from kvist.transfer.outcome import DONE, Outcome, Status
 from kvist.transfer.partner import Partner, Post
 from kvist.transfer.transport import Fragments
 
-#: Bytes of one write, and writes to one receiver under way at once. Messages wait behind them, signs of life too: a peer
-#: that takes so much within ``Patience.silent_s`` is not taken for dead.
+#: Bytes of one write, and writes to one receiver under way at once. Messages wait behind them, signs of life too: a
+#: peer that takes so much within ``Patience.silent_s`` is not taken for dead.
 PART_BYTES, PARTS = 8 << 20, 2
 
 
@@ -32,9 +32,9 @@ class Piece:
 
 @attrs.define(eq=False)
 class _Delivery:
-    """One receiver. begun, complete: how many pieces are. waiting: parts of pieces that are to be written; writing: those
-    that are, by token; each with its piece. left: parts of a piece without an answer. byte_counts: of pieces that are
-    begun. refused: why it gets nothing more. told: has it had our last word?"""
+    """One receiver. begun, complete: how many pieces are. waiting: parts of pieces that are to be written; writing:
+    those that are, by token; each with its piece. left: parts of a piece without an answer. byte_counts: of pieces that
+    are begun. refused: why it gets nothing more. told: has it had our last word?"""
 
     partner: Partner
     asked: Publish

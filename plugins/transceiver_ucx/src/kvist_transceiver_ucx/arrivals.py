@@ -57,7 +57,7 @@ class Arrivals:
         self._writes = {key: each for key, each in self._writes.items() if each.connection is not connection}
 
     def take(self, connection: Connection, token: int, frame: Frame, content: memoryview) -> Answer | None:
-        """Copy what may be copied. Returns the answer to the write once all its messages are here, in whatever order."""
+        """Copy what may be copied. Returns the answer to the write once all its messages are here, in any order."""
         write = self._writes.setdefault((connection.key, token), _Arriving(connection))
         write.refused = write.refused or self._refusal(connection, frame, len(content))
         if not write.refused:

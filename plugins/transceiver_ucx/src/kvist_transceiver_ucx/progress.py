@@ -31,8 +31,8 @@ from kvist_transceiver_ucx.book import Book
 from kvist_transceiver_ucx.connection import Connection
 from kvist_transceiver_ucx.farewell import Leave
 from kvist_transceiver_ucx.place import watch
-from kvist_transceiver_ucx.ucp import Context, UcxError, Worker, describe
 from kvist_transceiver_ucx.sends import Sent
+from kvist_transceiver_ucx.ucp import Context, UcxError, Worker, describe
 from kvist_transceiver_ucx.writes import Write
 
 #: How long ``close`` lets farewells take.

@@ -36,8 +36,8 @@ from kvist_transceiver_ucx.sends import Sent
 from kvist_transceiver_ucx.ucp import Context, Memory, prove
 from kvist_transceiver_ucx.writes import Write
 
-#: Of an end that may share memory; ``devices`` is what the library says. A peer that lives keeps what it has mapped, and
-#: UCX can take nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
+#: Of an end that may share memory; ``devices`` is what the library says. A peer that lives keeps what it has mapped,
+#: and UCX can take nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
 CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     allocates=True,
@@ -126,9 +126,7 @@ class UcxTransport:
             self._require_open()
             if self._hello is None:
                 regions = [
-                    wire.RemoteRegion(
-                        region.address, memory.allocated, region.byte_count, memory.key(), region.device
-                    )
+                    wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key(), region.device)
                     for region, memory in zip(self._regions, self._memories)
                 ]
                 self._progress.hello = wire.Hello(

@@ -71,8 +71,8 @@ class Farewell(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To a write that the receiver copies. ``refused``: why not; empty if it has. ``in_doubt``: of one that was refused,
-    is some of it there?"""
+    """To a write that the receiver copies. ``refused``: why not; empty if it has. ``in_doubt``: of one that was
+    refused, is some of it there?"""
 
     token: int
     refused: str

@@ -39,9 +39,7 @@ def build(family: str, **arguments: Any) -> Engine:
     target, given, block_tokens = MODELS[family]
     module, _, name = target.partition(":")
     model = getattr(importlib.import_module(module), name)(*given)
-    return Engine(
-        model, memory="4MiB", block_tokens=block_tokens, max_batch_tokens=32, max_sequences=8, **arguments
-    )
+    return Engine(model, memory="4MiB", block_tokens=block_tokens, max_batch_tokens=32, max_sequences=8, **arguments)
 
 
 class WatchedPort(Port):
