@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import attrs
@@ -14,6 +15,7 @@ from ucx_peer import End, OtherProcess, fragments
 from kvist.errors import TransferError
 from kvist.testing.transfer.remote import Remote
 from kvist.transfer.transport import Closed, Connected, Done, Failed, Message, PeerDown
+from kvist_transceiver_ucx import conformance
 from kvist_transceiver_ucx.library import load
 
 try:
@@ -22,6 +24,8 @@ except TransferError as error:
     pytest.skip(f"UCX is needed: {error.message}", allow_module_level=True)
 
 SIZE = 1 << 20
+#: Of requests, one after the other.
+COUNT = 2000
 LANES = {"posix": "posix,self", "sysv": "sysv,self", "tcp": "tcp", "default": ""}
 
 
@@ -375,3 +379,21 @@ def test_either_side_is_killed_at_random_moments_without_shared_memory(victim, m
     finally:
         for each in processes.values():
             each.__exit__()
+
+
+@pytest.mark.slow
+@both
+def test_thousands_of_requests_leave_nothing(quick, monkeypatch):
+    """10 % are cancelled; sessions, threads, descriptors and shared memory are back at what they were."""
+    if quick:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+
+    def counts():
+        threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvist"))
+        segments = sum("ucx_shm" in name for name in os.listdir("/dev/shm"))
+        return threads, len(os.listdir("/proc/self/fd")), segments
+
+    End("first", {}, SIZE).transport.close()
+    before = counts()
+    conformance.TestTransceiver()._many(COUNT)
+    assert counts() == before

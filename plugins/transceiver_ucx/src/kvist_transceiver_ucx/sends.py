@@ -1,7 +1,7 @@
 """One write to a peer whose memory is not ours to reach: messages, which its own progress thread copies.
 
-UCX has puts for this, too. Over TCP it makes them of messages that it acknowledges in the receiver's process, and aborts
-that process when the writer has been killed meanwhile (seen with UCX 1.22).
+UCX has puts for this, too. Over TCP it makes them of messages that it acknowledges in the receiver's process, and it
+aborts that process when the writer has been killed meanwhile (seen with UCX 1.22).
 """
 
 from __future__ import annotations
