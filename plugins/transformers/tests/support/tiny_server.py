@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from kvist_transformers import Engine
 from kvist_transformers.serving.server import Server, listen
 from kvist_transformers.serving.service import Service
+from kvist_transformers.serving.worker import Worker
 
 VOCABULARY = 320
 MAX_TOKENS = 512
@@ -112,12 +113,19 @@ class Running:
 
 
 @contextmanager
-def running(*, max_in_flight: int = 64, drain_s: float = 5.0, **engine: Any) -> Iterator[Running]:
-    """A server for the time of the block."""
+def running(
+    *,
+    max_in_flight: int = 64,
+    drain_s: float = 5.0,
+    make: Callable[[Engine], Worker] = Worker,
+    model: Any = None,
+    **engine: Any,
+) -> Iterator[Running]:
+    """A server for the time of the block. make: its worker. model: by default the tiny one."""
     tokenizer = tiny_tokenizer()
-    model = tiny_model()
+    model = model or tiny_model()
     settings = {"memory": "2MiB", "max_batch_tokens": 64, "max_sequences": 8, **engine}
-    service = Service(Engine(model, **settings), model, tokenizer, name="tiny", max_in_flight=max_in_flight)
+    service = Service(make(Engine(model, **settings)), model, tokenizer, name="tiny", max_in_flight=max_in_flight)
     socket = listen("127.0.0.1", 0)
     server = Server(service, drain_s=drain_s)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)

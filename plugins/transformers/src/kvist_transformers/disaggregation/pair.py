@@ -53,7 +53,7 @@ class Pair:
     """Use it as a context manager, which ends both processes in any case."""
 
     def __init__(self, prefill: Settings, decode: Settings) -> None:
-        self._ends = [_End(prefill), _End(decode)]
+        self._ends = [ProcessEnd(prefill), ProcessEnd(decode)]
         try:
             self._prefill, self._decode = self._ends
             for end in self._ends:
@@ -116,7 +116,7 @@ class Pair:
     ) -> None:
         self._kill()
 
-    def _waited(self) -> list[_End]:
+    def _waited(self) -> list[ProcessEnd]:
         by_connection = {end.connection: end for end in self._ends}
         ready = wait(list(by_connection), _SILENT_S)
         if not ready:
@@ -128,7 +128,7 @@ class Pair:
             end.close()
 
 
-class _End:
+class ProcessEnd:
     """The parent's end of one process."""
 
     def __init__(self, settings: Settings) -> None:
@@ -140,16 +140,17 @@ class _End:
         theirs.close()
 
     def put(self, command: Command) -> None:
+        """Raises WorkerError when the process has ended."""
         try:
             self.connection.send(command)
         except OSError as error:
             raise WorkerError(f"the {self.name} process has ended") from error
 
-    def get(self) -> Answer:
-        """Its next answer. Raises WorkerError when there is none."""
+    def get(self, silent_s: float | None = _SILENT_S) -> Answer:
+        """Its next answer. Raises WorkerError when there is none in ``silent_s`` seconds, or ever."""
         try:
-            if not self.connection.poll(_SILENT_S):
-                raise WorkerError(f"the {self.name} process did not answer for {_SILENT_S:g} s")
+            if not self.connection.poll(silent_s):
+                raise WorkerError(f"the {self.name} process did not answer for {silent_s} s")
             answer: Answer = self.connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerError(f"the {self.name} process has ended") from error
@@ -158,6 +159,7 @@ class _End:
         return answer
 
     def close(self) -> None:
+        """End the process in any case."""
         self._process.join(0.5)
         self._process.kill()
         self._process.join(10)

@@ -55,7 +55,8 @@ class Port:
         on_arrival: Callable[[Arrival], None] = lambda _: None,
     ) -> None:
         self._transport, self._patience = transport, patience
-        self._notify, self._on_arrival = notify, on_arrival
+        #: Both may be set later.
+        self.notify, self.on_arrival = notify, on_arrival
         self._region: Region | None = None
         self._receiving: dict[EngineJob, Receiving] = {}
         #: Nobody waits for these any more, and their rows may have come all the same.
@@ -82,7 +83,7 @@ class Port:
         table = describe(self._manager.layout)
         self._transceiver = Transceiver(self._transport, self._region, table, patience=self._patience)
         self._transfers = Transfers(self._manager, self._transceiver)
-        self._background = Background(self._transceiver, self._notify)
+        self._background = Background(self._transceiver, lambda: self.notify())
 
     def hello(self) -> bytes:
         """What other engines need to get requests from here."""
@@ -151,4 +152,4 @@ class Port:
         seconds = max(0.0, session.ended_s - session.began_s) if receiving.outcome is not None else 0.0
         reused = 0 if sequence is None else sequence.reused
         arrival = Arrival(job.number, job.remote_tokens, reused, session.byte_count, seconds, outcome)
-        self._on_arrival(arrival)
+        self.on_arrival(arrival)

@@ -51,6 +51,13 @@ class Decode:
 
 
 @attrs.frozen
+class Cancel:
+    """Nobody wants this request any more. Not answered beside its own end; unknown names are ignored."""
+
+    name: str
+
+
+@attrs.frozen
 class Stop:
     """Close everything and end."""
 
@@ -89,7 +96,7 @@ class Broken:
     text: str
 
 
-Command: TypeAlias = Prefill | Decode | Stop
+Command: TypeAlias = Prefill | Decode | Cancel | Stop
 Answer: TypeAlias = Ready | Ended | Stopped | Broken
 
 
@@ -139,7 +146,10 @@ class _Worker:
                 command = self._inbox.get()
                 if isinstance(command, Stop):
                     return self._connection.send(Stopped(self._close()))
-                if command is not None:
+                if isinstance(command, Cancel):
+                    if command.name in self._running:
+                        self._running[command.name].cancel()
+                elif command is not None:
                     self._running[command.name] = self._begin(command)
                 ran = True
 

@@ -63,7 +63,8 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> Any:
         service.require_open()
-        return {"status": "ok"}
+        routes = service.worker.routes
+        return {"status": "ok"} if routes is None else {"status": "ok", "prefill": "ok" if routes.open else "lost"}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -36,6 +37,12 @@ def command(
     record: Annotated[
         Path | None, typer.Option("--record", help="Write what /v1/iteration_stats shows to this file as well.")
     ] = None,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Compute prompts in a process of their own.")
+    ] = False,
+    transport: Annotated[
+        str, typer.Option(help="With --disaggregated: how caches travel between the two: shm, tcp or ucx.")
+    ] = "shm",
     drain_s: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on at a shutdown.")] = 30.0,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, with metrics and the cache's events."""
@@ -51,13 +58,18 @@ def command(
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     import torch
 
+    from kvist_transformers.disaggregation.worker import Settings
     from kvist_transformers.engine import Engine
     from kvist_transformers.models import load_tokenizer
     from kvist_transformers.serving.server import Server, listen
     from kvist_transformers.serving.service import Service
+    from kvist_transformers.serving.split import SplitWorker, make_port
+    from kvist_transformers.serving.worker import Worker
 
     if threads is not None:
         torch.set_num_threads(threads)
+    elif disaggregated:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     # First what is quick to fail.
     with ExitStack() as stack:
         socket = stack.enter_context(listen(host, port))
@@ -65,16 +77,24 @@ def command(
         folder = _folder(model)
         typer.echo(f"loading {model}")
         loaded = _load(folder, dtype, device)
+        port = make_port(transport) if disaggregated else None
         engine = Engine(
             loaded,
+            port=port,
             memory=memory,
             block_tokens=block_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            pack_weights=(dtype, device) == ("bfloat16", "cpu"),
         )
         engine.record(source=name or model, file=lines)
+        if port is None:
+            worker = Worker(engine)
+        else:
+            prefill = Settings("prefill", folder, transport, dtype, memory, torch.get_num_threads())
+            worker = SplitWorker(engine, port, prefill)
         service = Service(
-            engine,
+            worker,
             loaded,
             load_tokenizer(folder),
             name=name or model,
@@ -82,6 +102,9 @@ def command(
         )
         at = socket.getsockname()
         typer.echo(f"serving {service.name} at http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{at[1]}")
+        # Being told to stop is no failure; uvicorn raises the signal again when it has stopped.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         Server(service, drain_s=drain_s).run(sockets=[socket])
 
 
@@ -109,8 +132,10 @@ def _folder(model: str) -> Path:
 
 def _load(folder: Path, dtype: str, device: str) -> Any:
     from kvist_transformers.models import load_model
+    from kvist_transformers.peers import quiet
 
     try:
-        return load_model(folder, dtype).to(device)
+        with quiet():
+            return load_model(folder, dtype).to(device)
     except (OSError, ValueError, RuntimeError) as error:
         raise ServeError(f"cannot load {folder}: {error}", hint="is it a causal language model?") from error

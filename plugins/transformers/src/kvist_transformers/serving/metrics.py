@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvist.stats import ManagerStats
 from kvist_transformers.engine import Engine
-from kvist_transformers.serving.worker import Update
+from kvist_transformers.serving.worker import Routes, Update
 from kvist_transformers.stats import EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -48,11 +48,12 @@ class Reading:
 
     manager: ManagerStats
     engine: EngineStats
+    routes: Routes | None
 
     @classmethod
-    def of(cls, engine: Engine) -> Reading:
+    def of(cls, engine: Engine, routes: Routes | None) -> Reading:
         """In the engine's thread."""
-        return cls(engine.manager.stats(), attrs.evolve(engine.stats))
+        return cls(engine.manager.stats(), attrs.evolve(engine.stats), None if routes is None else attrs.evolve(routes))
 
 
 class _Collector:
@@ -84,6 +85,13 @@ class _Collector:
         for part in _TIMES:
             spent.add_metric((part,), getattr(engine, f"{part}_ns") / 1e9)
         yield spent
+        routes = self._reading.routes
+        if routes is not None:
+            counter = CounterMetricFamily("kvist_routes", "Requests by where the prompt went.", labels=("route",))
+            for route in ("near", "far", "lost"):
+                counter.add_metric((route,), getattr(routes, route))
+            yield counter
+            yield GaugeMetricFamily("kvist_prefill_open", "Whether the prefill process is there.", value=routes.open)
 
 
 def _tiers(stats: ManagerStats) -> Iterable[Metric]:
@@ -128,13 +136,15 @@ class ServerMetrics:
     def ended(self, update: Update) -> None:
         """The last update of a request."""
         completion, times = update.completion, update.times
-        if completion is None or times is None:
+        if completion is None:
             self._ended.labels("error").inc()
             return
         self._ended.labels(completion.finish_reason).inc()
         self._prompt.inc(completion.prompt_tokens)
         self._cached.inc(completion.reused_tokens)
         self._output.inc(len(completion.tokens))
+        if times is None:
+            return  # it never came to this engine
         spans = {
             "queue": times.admitted_s - times.arrival_s,
             "first_token": times.first_token_s - times.arrival_s,

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvist.errors import KvistError
-from kvist_transformers.engine import Engine
 from kvist_transformers.request import Request
 from kvist_transformers.serving.answers import ChatForm, CompletionForm
 from kvist_transformers.serving.errors import ApiError, as_api_error
@@ -24,15 +23,16 @@ from kvist_transformers.serving.worker import EngineError, Update, Worker
 class Service:
     """One model behind one engine.
 
-    engine: the service's from now on; it records iterations. name: what clients call the model.
+    worker: the service's from now on; its engine records iterations. name: what clients call the model.
     max_in_flight: requests that wait or run, choices counted one by one; more are sent away.
     """
 
-    def __init__(self, engine: Engine, model: Any, tokenizer: Any, *, name: str, max_in_flight: int) -> None:
+    def __init__(self, worker: Worker, model: Any, tokenizer: Any, *, name: str, max_in_flight: int) -> None:
         self.name = name
         self.metrics = ServerMetrics()
+        engine = worker.engine
         self.iterations = engine.iterations or engine.record(source=name)
-        self.worker = Worker(engine)
+        self.worker = worker
         self.draining = False
         #: Seconds since 1970.
         self.created = int(time.time())
@@ -143,7 +143,7 @@ class Service:
     async def metrics_page(self) -> bytes:
         """In Prometheus' format."""
         try:
-            reading = await self.worker.ask(Reading.of)
+            reading = await self.worker.ask(lambda engine: Reading.of(engine, self.worker.routes))
         except EngineError:
             reading = None
         return self.metrics.text(reading, self.worker.in_flight)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 
 from kvist.errors import KvistError
 from kvist_transformers.engine import Engine
 from kvist_transformers.handle import Handle, Times
-from kvist_transformers.request import Completion, Request
+from kvist_transformers.request import Completion, Request, TokenArray
 from kvist_transformers.sampling import TokenLogprobs
 
 logger = logging.getLogger("kvist.serve")
@@ -64,6 +65,30 @@ class Ticket:
     handle: Handle | None = None
     fresh: list[int] = attrs.Factory(list)
     given: int = 0
+    unwanted: bool = False
+    #: Of a prompt that another process has computed, the tokens that were in its cache.
+    reused_elsewhere: int | None = None
+
+    def note(self, _: Handle, tokens: TokenArray) -> None:
+        """New tokens; ``engine.submit`` is given this."""
+        self.fresh.extend(tokens.tolist())
+
+
+def _cancelled(ticket: Ticket) -> Update:
+    """For one that the engine does not have."""
+    nothing = np.zeros(0, np.int32)
+    return Update([], completion=Completion(-1, len(ticket.request.tokens), nothing, "cancelled", 0, 0))
+
+
+@attrs.define
+class Routes:
+    """Where prompts were sent, of a worker beside another process. near: they stayed. far: to the other process. lost:
+    they came back, or their rows did not come, and they were computed here after all. open: is the process there?"""
+
+    near: int = 0
+    far: int = 0
+    lost: int = 0
+    open: bool = True
 
 
 class Worker:
@@ -78,13 +103,15 @@ class Worker:
         self.in_flight = 0
         #: Why nothing can be computed any more.
         self.failure: Exception | None = None
+        #: Where prompts are computed; ``None`` if always here.
+        self.routes: Routes | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
         # The engine thread's own.
         self._live: list[Ticket] = []
         self._failures = 0
-        self._stalled = False
+        self._stalled = self._woken = False
         self._stopping = False
         self._after_step: list[Callable[[], None]] = []
 
@@ -142,6 +169,10 @@ class Worker:
             self._inbox.put(self._stop)
             await asyncio.to_thread(self._thread.join)
 
+    def wake(self) -> None:
+        """Have the engine step even if it has nothing to compute: something else has moved on. Any thread."""
+        self._inbox.put(self._wake)
+
     def _require_health(self) -> None:
         if self.failure is not None:
             raise EngineError(f"the engine is broken: {self.failure}", hint=_RESTART)
@@ -167,8 +198,8 @@ class Worker:
         try:
             for ticket in list(self._live):
                 self._cancel(ticket)
-            self._deliver(self._progress())
-            self.engine.close()
+            self._deliver(self._progress() + [(ticket, _cancelled(ticket)) for ticket in self._take_away()])
+            self._close()
         except Exception as error:
             self._break(error)
 
@@ -177,7 +208,8 @@ class Worker:
         self._take_work()
         self._stalled = False
         failed: list[tuple[Ticket, Update]] = []
-        if self.failure is None and not self.engine.idle:
+        if self.failure is None and (self._woken or not self.engine.idle):
+            self._woken = False
             try:
                 self._stalled = not self.engine.step() and not self.engine.idle
                 self._failures = 0
@@ -200,6 +232,16 @@ class Worker:
         except queue.Empty:
             pass
 
+    def _take_away(self) -> list[Ticket]:
+        """Requests that are elsewhere, and are forgotten."""
+        return []
+
+    def _close(self) -> None:
+        self.engine.close()
+
+    def _wake(self) -> None:
+        self._woken = True
+
     def _stop(self) -> None:
         self._stopping = True
 
@@ -207,13 +249,17 @@ class Worker:
         try:
             if self.failure is not None:
                 raise EngineError(f"the engine is broken: {self.failure}", hint=_RESTART)
-            ticket.handle = self.engine.submit(ticket.request, lambda _, tokens: ticket.fresh.extend(tokens.tolist()))
+            self._begin(ticket)
         except Exception as error:
             self._deliver([(ticket, Update([], error=error))])
-        else:
-            self._live.append(ticket)
+
+    def _begin(self, ticket: Ticket) -> None:
+        """Raises what ``engine.submit`` raises."""
+        ticket.handle = self.engine.submit(ticket.request, ticket.note)
+        self._live.append(ticket)
 
     def _cancel(self, ticket: Ticket) -> None:
+        ticket.unwanted = True
         if ticket.handle is not None:
             ticket.handle.cancel()
 
@@ -230,8 +276,9 @@ class Worker:
             end = ticket.given + len(ticket.fresh)
             logprobs = handle.logprobs[ticket.given : end]
             ended = ended or done
-            completion = handle.completion() if done else None
-            update = Update(ticket.fresh, handle.reused_tokens, logprobs, completion, handle.times if done else None)
+            reused = handle.reused_tokens if ticket.reused_elsewhere is None else ticket.reused_elsewhere
+            completion = attrs.evolve(handle.completion(), reused_tokens=reused) if done else None
+            update = Update(ticket.fresh, reused, logprobs, completion, handle.times if done else None)
             found.append((ticket, update))
             ticket.given, ticket.fresh = end, []
         if ended:
@@ -267,7 +314,7 @@ class Worker:
         logger.error("the engine is broken", exc_info=error)
         self.failure = error
         told = EngineError(f"the engine is broken: {type(error).__name__}: {error}", hint=_RESTART)
-        live, self._live = self._live, []
+        live, self._live = self._live + self._take_away(), []
         self._deliver([(ticket, Update([], error=told)) for ticket in live])
 
 
