@@ -1,21 +1,22 @@
 """The scheduler alone: requests against memories that are too small for them, with and without a host tier.
 
 No model: the real scheduler and the real manager, a clock, 5 ms for each step and 20 us for each of its tokens. Copies
-between tiers cost nothing. The requests are those of the chat trace, or synthetic conversations, and come when the trace
+between tiers cost nothing. The requests are those of the chat trace or synthetic conversations, and come when the trace
 says so. Their need is what all their tokens take; the memory is a tenth, a third or all of it, the host tier as large
 again. Everything is deterministic: neighbours on the machine do not matter.
 
 `sched.recomputed_over_best`: prompt tokens computed more than once, over those of the best order found offline, for the
 worst memory without a host tier. The offline orders know all requests, and may rank those that have come as they like:
 by prefix, by conversation, and a local search from the better one. `sched.max_wait_over_mean`: the longest time from
-submission to the first step over the mean, for the worst memory. `sched.reserving_over_watermark`: time until all requests
-of a second load have ended, which declare ten times the output that they have, with `ReserveToEnd` over that with
-`Watermark`, for a memory of a third of what 128 of them need.
+submission to the first step over the mean, for the worst memory. `sched.reserving_over_watermark`: time until all
+requests of a second load have ended, which declare eight times the output that they have, with `ReserveToEnd` over that
+with `Watermark`, for a memory of a third of what 128 of them need.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -225,9 +226,10 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             waits, stats = run.waits_s, run.scheduler.stats
             over_mean = max(over_mean, float(waits.max() / waits.mean()))
             again = run.computed_tokens - unlimited
+            memory = f"1/{part} with host" if host else f"1/{part}"
             text = (
-                f"1/{part}{' with host' if host else ''}: {again:,} tokens of {unlimited:,} computed again, {stats.pauses} "
-                f"paused, {stats.suspensions} suspended, waited {waits.mean():.1f} s, at most {waits.max():.1f}"
+                f"{memory}: {again:,} of {unlimited:,} tokens computed again, {stats.pauses} paused, "
+                f"{stats.suspensions} suspended, waited {waits.mean():.1f} s, at most {waits.max():.1f} s"
             )
             if not host and again:
                 best = best_offline(load, need // part, 1 if options.quick else 12) - unlimited
@@ -261,4 +263,4 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.run(__file__, __doc__, FIGURES, measure))
+    sys.exit(harness.run(__file__, __doc__, FIGURES, measure))

@@ -6,26 +6,34 @@
 * prepare_48k_ms: from two page tables and lists of pages to 49,152 runs of bytes, for a request of 2,048 blocks that
   goes from one rank to one of two, keys and values of 12 layers.
 * kills_survived: two processes move requests of 0.7 MB, six at a time. At a random moment one of the two is killed, or
-  stopped and goes on later, over tcp and shm. It counts as survived when the other one has an outcome for every request
-  within its deadline, no request is done with wrong bytes, no page is written after it could be used again, nothing is
-  left, and it moves requests with the next partner.
+  stopped and goes on later, over tcp and shm, and over UCX with and without shared memory where there is one. It counts
+  as survived when the other one has an outcome for every request within its deadline, no request is done with wrong
+  bytes, no page is written after it could be used again, nothing is left, and it moves requests with the next partner.
+* demo.disaggregated_identical: ``kvist demo --disaggregated``, a prefill and a decode process on a real model: 1 when
+  the greedy tokens of every request are those of one process and both processes leave nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import harness
 import numpy as np
-from records import Figure, paired
+from records import Figure
 
+from kvist.errors import TransferError
 from kvist.layout import Layout
 from kvist.spec import CacheSpec, Heads, History, Layer, RowFormat, Stream
 from kvist.testing.transfer.remote import Remote
@@ -35,11 +43,23 @@ from kvist.transfer.sharding import rank_spec
 from kvist.transfer.tcp import TcpTransport
 from kvist.transfer.transport import Connected, Done, Fragments, Message, TransportContext
 
-FIGURES = ("transfer.tcp_over_socket", "transfer.prepare_48k_ms", "transfer.kills_survived")
+FIGURES = (
+    "transfer.tcp_over_socket",
+    "transfer.prepare_48k_ms",
+    "transfer.kills_survived",
+    "demo.disaggregated_identical",
+)
 
 SIZE_BYTES = 64 << 20
 PAGE_BYTES = 64 << 10
-FACTORIES = ("kvist.transfer.tcp:TcpTransport", "kvist.transfer.shm:ShmTransport")
+UCX = "kvist_transceiver_ucx.transport:UcxTransport"
+#: What is tried to death, and in which environment.
+RIVALS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("kvist.transfer.tcp:TcpTransport", {}),
+    ("kvist.transfer.shm:ShmTransport", {}),
+    (UCX, {"UCX_LOG_LEVEL": "fatal"}),
+    (UCX, {"UCX_LOG_LEVEL": "fatal", "UCX_TLS": "tcp"}),
+)
 
 
 def receiver(connection: Connection) -> None:
@@ -103,7 +123,17 @@ def tcp_over_socket(runs: int) -> Figure:
     transport.poll(5)
     transport.close()
     process.join(10)
-    return paired(FIGURES[0], "GB/s", speeds[0], "plain socket", speeds[1], target=0.8)
+    return Figure(
+        figure=FIGURES[0],
+        value=statistics.median(speeds[0]),
+        unit="GB/s",
+        peer="plain socket",
+        peer_value=statistics.median(speeds[1]),
+        # More is better here.
+        ratio=statistics.median(ours / theirs for ours, theirs in zip(*speeds, strict=True)),
+        runs=runs,
+        target=0.8,
+    )
 
 
 def prepare(runs: int) -> Figure:
@@ -131,12 +161,18 @@ def prepare(runs: int) -> Figure:
 class Rivals:
     """A sender and a receiver that are replaced when they die."""
 
-    def __init__(self, factory: str) -> None:
-        self.factory, self.number = factory, 0
+    def __init__(self, factory: str, environment: dict[str, str]) -> None:
+        self.factory, self.number, self._environment = factory, 0, environment
         self.processes = {"sender": self._new("sender"), "receiver": self._new("receiver")}
 
     def _new(self, role: str) -> Remote:
-        return Remote(self.factory, role, fill=role == "sender")
+        before = dict(os.environ)
+        os.environ.update(self._environment)
+        try:
+            return Remote(self.factory, role, fill=role == "sender")
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def round(self, rng: random.Random) -> str:
         """One kill or stop. Returns what went wrong; empty if the other one survived."""
@@ -188,19 +224,49 @@ class Rivals:
 def kills(count: int) -> Figure:
     """Of so many."""
     rng, problems = random.Random(0), []
-    for factory in FACTORIES:
-        rivals = Rivals(factory)
-        for number in range(count // 2):
-            if problem := rivals.round(rng):
+    rivals = [each for each in RIVALS if each[0] != UCX or has_ucx()]
+    done = 0
+    for factory, environment in rivals:
+        both = Rivals(factory, environment)
+        for number in range(-(-count // len(rivals))):
+            done += 1
+            if problem := both.round(rng):
                 problems.append(problem)
-                harness.progress(f"{factory} {number}: {problem}")
-        rivals.close()
-    share = 100 * (count - len(problems)) / count
-    note = f"{count} kills and stops at random moments" + (f"; the first problem: {problems[0]}" if problems else "")
-    return Figure(figure=FIGURES[2], value=share, unit="%", runs=count, target=100.0, note=note)
+                harness.progress(f"{factory} {environment} {number}: {problem}")
+        both.close()
+    share = 100 * (done - len(problems)) / done
+    note = f"{done} kills and stops at random moments, {len(rivals)} ways to move"
+    note += f"; the first problem: {problems[0]}" if problems else ""
+    return Figure(figure=FIGURES[2], value=share, unit="%", runs=done, target=100.0, note=note)
 
 
-PARTS = ("socket", "prepare", "kills")
+def has_ucx() -> bool:
+    """Is there a UCX to use?"""
+    try:
+        from kvist_transceiver_ucx.library import load
+
+        load()
+    except (ImportError, TransferError):
+        return False
+    return True
+
+
+def disaggregated(quick: bool) -> Figure:
+    """As a user would run it."""
+    with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
+        path = Path(folder) / "demo.json"
+        command = [sys.executable, "-m", "kvist", "demo", "--disaggregated", "--json", str(path)]
+        done = subprocess.run([*command, *(["--quick"] if quick else [])], capture_output=True, text=True)
+        if not path.exists():
+            why = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            return Figure(figure=FIGURES[3], value=None, unit="(1 = same)", target=1.0, note=why)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    value = float(found["identical"] and not found["leaks"])
+    note = f"{found['identical_requests']} of {found['requests']} requests over {found['transport']}"
+    return Figure(figure=FIGURES[3], value=value, unit="(1 = same)", target=1.0, note=note)
+
+
+PARTS = ("socket", "prepare", "kills", "disaggregated")
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
@@ -211,6 +277,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         figures.append(prepare(5 if options.quick else 31))
     if "kills" in asked:
         figures.append(kills(8 if options.quick else 200))
+    if "disaggregated" in asked:
+        figures.append(disaggregated(options.quick))
     return figures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ from deepseek_v4_models import build
 from everybody import Everybody
 
 from kvist.errors import SpecError
+from kvist.registry import default_registry
+from kvist_deepseek_v4.formats import encodings
+from kvist_deepseek_v4.plugin import ENCODED_ROWS, FAMILY
+from kvist_deepseek_v4.spec import cache_spec
 from kvist_transformers import Engine, Request
 
 
@@ -30,6 +35,22 @@ def test_greedy_tokens_are_those_of_transformers(block_tokens, model, asked, poi
                 # The deepest block boundary before the last token of each prompt.
                 assert all(each.reused_tokens >= (len(p) - 1) // 32 * 32 for each, (p, _) in zip(done, asked))
         engine.manager.check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_backend_is_chosen_by_what_it_can():
+    """The kernels on a GPU, the reference for rows that they do not serve, and anywhere else."""
+
+    def chosen(device: str, dtype: str, rows: str) -> str:
+        spec = cache_spec(build().config.to_dict(), block_tokens=16, dtype=rows)
+        features = {ENCODED_ROWS} if encodings(spec) else set()
+        asked = {"device": device, "dtype": dtype, "family": FAMILY, "features": features}
+        return default_registry().attention_backend(**asked).info.name
+
+    assert chosen("cuda", "bfloat16", "bfloat16") == "deepseek-v4-triton"
+    assert chosen("cuda", "bfloat16", "fp8") == "deepseek-v4-reference"
+    assert chosen("cuda", "float64", "float32") == "deepseek-v4-reference"
+    assert chosen("cpu", "bfloat16", "bfloat16") == "deepseek-v4-reference"
 
 
 def test_pauses_and_evictions(model, asked, poisoned):

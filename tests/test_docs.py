@@ -79,7 +79,8 @@ def test_the_command_of_the_how_to_is_a_command():
 
 def test_the_scenarios_name_tests_that_exist():
     page = (ROOT / "docs" / "reference" / "scenarios.md").read_text()
-    there = "\n".join(path.read_text() for path in ROOT.glob("core/tests/**/test_*.py"))
+    files = [*ROOT.glob("core/tests/**/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")]
+    there = "\n".join(path.read_text() for path in files)
     for name in re.findall(r"`(test_\w+)`", page):
         assert f"\ndef {name}(" in there, name
     for path in re.findall(r"`((?:core|plugins)/[\w/.]+)`", page):

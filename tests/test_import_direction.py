@@ -15,6 +15,7 @@ CORE = ROOT / "core" / "src"
 #: they may use each other.
 ORDER = [
     {"errors"},
+    {"native"},
     {"spec"},
     {"slabs"},
     {"budget"},

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_FOLDER = HERE.parents[1] / ".venv-peers"
-REQUIREMENTS = HERE / "requirements.txt"
+REQUIREMENTS = (HERE / "requirements.txt", HERE / "requirements-serving.txt")
 DRIVER = HERE / "vllm_manager.py"
 
 
@@ -33,7 +33,8 @@ def main() -> int:
         print(f"creating {folder}", flush=True)
         venv.create(folder, with_pip=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    if subprocess.run([*install, "--requirement", REQUIREMENTS]).returncode:
+    lists = [argument for path in REQUIREMENTS for argument in ("--requirement", path)]
+    if subprocess.run([*install, *lists]).returncode:
         print(
             "error: the peers cannot be installed\n"
             "hint: where pip finds no CPU build of torch, name an index that has one in PIP_EXTRA_INDEX_URL",

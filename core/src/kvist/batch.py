@@ -87,7 +87,10 @@ class DecodeBatch:
             self._slots = np.resize(self._slots, 2 * row)
             self._all_ones = _ones(2 * row)
         self._slots[row] = sequence.slot
-        self._show(row + 1, np.concatenate((self.lengths, np.array((computed,), np.int32))))
+        lengths = np.empty(row + 1, np.int32)
+        lengths[:row] = self.lengths
+        lengths[row] = computed
+        self._show(row + 1, lengths)
         self.sequences.append(sequence)
         self._wheel[(self.started - computed) % self.block_tokens].append(sequence)
         if sequence.block_count * self.block_tokens >= computed + self.block_tokens:
@@ -105,9 +108,12 @@ class DecodeBatch:
         self._wheel[self._spoke(sequence)].remove(sequence)
         row = self.sequences.index(sequence)
         del self.sequences[row]
-        # A new array: steps in other hands keep the old one.
-        self._slots = np.concatenate((self._slots[:row], self._slots[row + 1 :], self._slots[:1]))
-        self._show(len(self.sequences), np.concatenate((self.lengths[:row], self.lengths[row + 1 :])))
+        # New arrays: steps in other hands keep the old ones.
+        slots, lengths = self._slots.copy(), self.lengths[:-1].copy()
+        slots[row:-1] = slots[row + 1 :]
+        lengths[row:] = self.lengths[row + 1 :]
+        self._slots = slots
+        self._show(len(self.sequences), lengths)
         sequence.left_tick = self.started
         sequence.settle()
         if sequence.batch is self:
@@ -163,7 +169,8 @@ class DecodeBatch:
 
     def _show(self, rows: int, lengths: IntArray) -> None:
         self.slots, self.ones, self.lengths = self._slots[:rows], self._all_ones[:rows], lengths
-        self.slots.setflags(write=False)
+        # By position: by keyword it costs five times as much.
+        self.slots.setflags(False)  # type: ignore[call-arg]
 
 
 def _ones(count: int) -> IntArray:

@@ -116,7 +116,7 @@ class Committer:
                 for group in self._paged:
                     tables.arrays[group][slot, first:end] = self._ledger.allocate(group, end - first)
                 sequence.block_count = end
-            if self._states.groups:
+            if self._states.groups and self._states.missing(run):
                 fresh: list[list[int]] = [[] for _ in range(self._group_count)]
                 self._states.grow(run, fresh)
                 self._owed.zero(fresh)

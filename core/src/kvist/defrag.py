@@ -119,9 +119,9 @@ class Defragmenter:
             arena.swap(group, sources, destinations)
             if ledger.sparse[group]:
                 old, new = sources.astype(np.intp), destinations.astype(np.intp)
-                for column in (ledger.leases[group], ledger.published[group]):
+                for column, free in ((ledger.leases[group], 1), (ledger.published[group], 0)):
                     column[new] = column[old]
-                    column[old] = 0
+                    column[old] = free
             self._owed.move(group, sources, destinations)
             self._rename(group, sources, destinations, extents, idle)
             self.moved[group] += len(sources)

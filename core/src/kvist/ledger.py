@@ -33,7 +33,8 @@ class Ledger:
         self.sparse = [group.sparse for group in layout.groups]
         self._dense = [group.index for group in layout.groups if not group.sparse]
         counts = [layout.arena_bytes // group.page_bytes if group.sparse else 0 for group in layout.groups]
-        self.leases = [np.zeros(count, np.int32) for count in counts]
+        #: 1 for free pages too: the lease of whoever takes them next, who then has nothing to write.
+        self.leases = [np.ones(count, np.int32) for count in counts]
         self.published: list[npt.NDArray[np.bool_]] = [np.zeros(count, np.bool_) for count in counts]
         #: Pages of sparse groups that are published and not leased.
         self.cached = [0] * len(counts)
@@ -42,17 +43,11 @@ class Ledger:
 
     def allocate(self, group: int, count: int) -> IntArray:
         """``count`` free pages, from those the arena gathered, now the caller's: with one lease each."""
-        pages = self.arena.take(group, count)
-        if self.sparse[group]:
-            self.leases[group][pages.astype(np.intp)] = 1
-        return pages
+        return self.arena.take(group, count)
 
     def allocate_one(self, group: int) -> int:
         """As ``allocate(group, 1)``, at the cost of scalar accesses."""
-        page = self.arena.take_one(group)
-        if self.sparse[group]:
-            self.leases[group][page] = 1
-        return page
+        return self.arena.take_one(group)
 
     def lease(self, group: int, pages: IntArray) -> None:
         """One more lease on pages of a sparse group that are held or cached."""
@@ -70,18 +65,16 @@ class Ledger:
         if held > self.held_peak[group]:
             self.held_peak[group] = held
         column, ids = self.leases[group], pages.astype(np.intp)
-        after = column.take(ids)
-        after -= 1
-        column[ids] = after
-        if np.count_nonzero(after):
-            ids = ids[after == 0]
-            if not len(ids):
-                return
-        marks = self.published[group].take(ids)
-        kept = int(np.count_nonzero(marks))
-        self.cached[group] += kept
-        if kept < len(ids):
-            self.arena.give(group, ids[~marks])
+        alone = column.take(ids) == 1
+        # Booleans: the last lease, and not published.
+        free = alone > self.published[group].take(ids)
+        count = int(np.count_nonzero(free))
+        if count < len(ids):
+            column[ids[~free]] -= 1
+            self.cached[group] += int(np.count_nonzero(alone)) - count
+            ids = ids[free]
+        if count:
+            self.arena.give(group, ids)
 
     def release_one(self, group: int, page: int) -> None:
         """As ``release`` of one page of a sparse group, at the cost of scalar accesses."""
@@ -90,12 +83,11 @@ class Ledger:
             self.held_peak[group] = held
         column = self.leases[group]
         left = column.item(page) - 1
-        column[page] = left
-        if not left:
-            if self.published[group].item(page):
-                self.cached[group] += 1
-            else:
-                self.arena.give_one(group, page)
+        if left or self.published[group].item(page):
+            column[page] = left
+            self.cached[group] += not left
+        else:
+            self.arena.give_one(group, page)
 
     def publish(self, group: int, pages: IntArray) -> None:
         """Mark held pages of a sparse group as findable by others."""
@@ -116,6 +108,7 @@ class Ledger:
         self.published[group][ids] = False
         free = ids[self.leases[group].take(ids) == 0]
         if len(free):
+            self.leases[group][free] = 1
             self.cached[group] -= len(free)
             self.arena.give(group, free)
 
@@ -146,16 +139,15 @@ class Ledger:
         in words."""
         faults = self.arena.check()
         everywhere: list[IntArray] = []
-        for group, column in enumerate(self.leases):
-            name = self.layout.groups[group].name
+        for group, name in enumerate(each.name for each in self.layout.groups):
             pages = published[group]
             if repeats(pages):
                 faults.append(f"{name}: a page is published twice")
             free = self.arena.free_pages(group)
             if self.sparse[group]:
                 faults += self._column_faults(group, leased[group], pages)
-                if ((column[free] > 0) | self.published[group][free]).any():
-                    faults.append(f"{name}: a free page is held or published")
+                if self.published[group][free].any():
+                    faults.append(f"{name}: a free page is published")
                 # Each once: leased by any number, published, or both.
                 used = np.flatnonzero(np.bincount(np.concatenate([leased[group], pages]))).astype(np.int32)
             else:
@@ -177,7 +169,12 @@ class Ledger:
     def _column_faults(self, group: int, leased: IntArray, published: IntArray) -> list[str]:
         column, name = self.leases[group], self.layout.groups[group].name
         faults = []
-        if not np.array_equal(np.bincount(leased, minlength=len(column)), column):
+        counts = np.bincount(leased, minlength=len(column))
+        unused = counts == 0
+        unused[published] = False
+        # Whoever takes a free page next has its lease.
+        counts[unused] = 1
+        if not np.array_equal(counts, column):
             faults.append(f"{name}: lease counts differ from what sequences and steps hold")
         marks = np.zeros(len(column), np.bool_)
         marks[published] = True

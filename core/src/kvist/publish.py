@@ -151,13 +151,16 @@ class Publisher:
             if not np.count_nonzero(differs):
                 continue
             gaps = differs & (known == NO_PAGE)
-            if np.count_nonzero(gaps):
-                filed = own[gaps]
+            count = np.count_nonzero(gaps)
+            if count:
+                filed = own if count == len(own) else own[gaps]
                 known[gaps] = filed
                 self._ledger.publish(group, filed)
                 if self._tree.watcher is not None:
                     offset = first - extent.start // self._block
                     self._tree.watcher.filed(extent, group, np.flatnonzero(gaps) + offset)
+                if count == len(own):
+                    continue
                 differs ^= gaps
             twins = differs & (own != NO_PAGE)
             if switch and np.count_nonzero(twins):

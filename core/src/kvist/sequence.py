@@ -320,10 +320,8 @@ def as_tokens(tokens: npt.ArrayLike, vocab_size: int | None) -> npt.NDArray[np.i
         raise RequestError(f"token ids are {array.dtype}, not integers")
     limit = vocab_size if vocab_size is not None else 2**31
     if _is_int32(array):
-        # One pass instead of two: read as unsigned, a negative id is larger than any limit. argmax() costs a fifth of
-        # max() here.
-        unsigned = array.view(_UINT32)
-        wrong = unsigned.item(unsigned.argmax()) >= limit
+        # One pass instead of two: read as unsigned, a negative id is larger than any limit.
+        wrong = int(np.maximum.reduce(array.view(_UINT32))) >= limit
     else:
         wrong = True
     if wrong and ((array < 0) | (array >= limit)).any():

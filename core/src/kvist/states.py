@@ -49,11 +49,10 @@ class States:
         return found
 
     def grow(self, run: Run, fresh: list[list[int]]) -> None:
-        """Allocate what :meth:`missing` said. ``fresh`` gets the pages that must be zero, per group."""
+        """Allocate what :meth:`missing` said, which is more than nothing. ``fresh`` gets the pages that must be zero,
+        per group."""
         sequence = run.sequence
         have, want = sequence.state_columns, self._columns(run)
-        if want <= have:
-            return
         self._tables.ensure_blocks(want)
         for group in self.groups:
             pages = self._ledger.allocate(group, want - have)

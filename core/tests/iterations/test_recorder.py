@@ -203,6 +203,30 @@ def test_of_a_truncated_sequence_only_what_it_still_knows_is_recomputed() -> Non
     assert (manager.stats().resumes, manager.stats().recomputed_tokens) == (1, 6)
 
 
+def test_what_is_still_there_is_not_recomputed() -> None:
+    manager = manager_of(6)
+    sequence = manager.open(tokens(range(1, 14)))
+    compute(manager, sequence)
+    manager.suspend(sequence)
+    cached(manager, range(50, 70))
+    assert manager.resume(sequence) == 4
+    compute(manager, sequence)
+    stats = manager.stats()
+    assert (stats.resumed_tokens, stats.recomputed_tokens) == (4, 9)
+
+
+def test_of_what_was_resumed_and_then_truncated_only_the_rest_is_recomputed() -> None:
+    manager = manager_of(12)
+    sequence = manager.open(tokens(range(1, 14)))
+    compute(manager, sequence)
+    manager.suspend(sequence)
+    manager.clear()
+    assert manager.resume(sequence) == 0
+    assert manager.truncate(sequence, 6) == 0
+    compute(manager, sequence)
+    assert (manager.stats().resumes, manager.stats().recomputed_tokens) == (1, 6)
+
+
 def test_states_spoilt_by_a_failed_step_count_as_a_suspension() -> None:
     manager = manager_of(30, History(), State())
     sequence = manager.open(tokens(range(1, 10)))
@@ -409,6 +433,20 @@ def test_the_largest_branches() -> None:
     assert (first.hits, first.hit_tokens) == (1, 40)
     assert (salted.hits, salted.hit_tokens) == (0, 0)
     assert len(manager.branches(2)) == 2
+
+
+def test_hits_of_what_was_evicted_stay_with_what_is_above() -> None:
+    manager = manager_of(8)
+    cached(manager, range(1, 9), range(100, 108))
+    cached(manager, range(1, 9), range(200, 208))
+    cached(manager, range(1, 9), range(100, 109))
+    assert [branch.hits for branch in manager.branches()] == [2, 1, 0]
+    holder = manager.open(tokens(range(1, 10)))
+    assert holder.reused == 8
+    cached(manager, range(50, 74))
+    # Of the first conversation only what the holder keeps is left.
+    (known,) = [branch for branch in manager.branches() if branch.held]
+    assert (known.tokens, known.children, known.hits, known.hit_tokens) == (8, 0, 2, 8 + 16)
 
 
 def test_a_line_goes_on_past_small_forks() -> None:

@@ -79,6 +79,41 @@ def test_timestamps_are_the_clocks() -> None:
     assert [second.arrival_s, second.admitted_s, second.first_token_s, second.ended_s] == [0, 8, 10, 10]
 
 
+def test_drafts_of_some_are_checked_beside_the_others() -> None:
+    """Three right drafts give four tokens in a step, wrong ones cost nothing but the rows."""
+    engine = ModelFree(100, History(), max_batch_tokens=64)
+    first, second, third = (engine.submit(range(100 * n, 100 * n + 6), new=12) for n in range(3))
+    engine.step()
+    engine.step({first: (3, 0), second: (1, 2)})
+    assert [len(job.output) for job in (first, second, third)] == [5, 3, 2]
+    assert engine.log[-1][0] == (2,)
+    stats = engine.scheduler.stats
+    assert (stats.drafted, stats.accepted) == (6, 4)
+    # More than it will ever generate.
+    engine.step({first: (50, 0)})
+    assert len(first.output) == 12
+    engine.drain()
+    engine.check_outputs([first, second, third])
+    engine.drained()
+
+
+def test_drafts_take_only_what_is_left() -> None:
+    """Of the tokens of a step: prompts that are being computed come first; of the pages: nobody gives way for a bet."""
+    engine = ModelFree(9, History(), max_batch_tokens=8)
+    first = engine.submit(range(6), new=20)
+    engine.step()
+    engine.submit(range(100, 114), new=1)
+    for start in (0, 7):
+        # The prompt's tokens and one row: nothing is left.
+        engine.step({first: (4, 0)})
+        assert engine.log[-1] == ((0,), ((1, start, 7),))
+    engine.step({first: (4, 0)})
+    assert len(first.output) == 8
+    engine.drain()
+    assert engine.scheduler.stats.pauses == 0
+    engine.check_outputs([first])
+
+
 # ---------------------------------------------------------------------- order
 
 

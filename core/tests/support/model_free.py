@@ -7,7 +7,8 @@ output says whether its whole past was right.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -16,7 +17,7 @@ import numpy as np
 from kvist.handover import Hold, Landing
 from kvist.manager import PagedCacheManager
 from kvist.memory.copier import ManualCopier
-from kvist.scheduling import Job, Scheduler, State, Turn
+from kvist.scheduling import Chunk, Job, Scheduler, State, Turn
 from kvist.spec import Retention, Scope
 from kvist.testing.tier_values import Cache
 from kvist.testing.values import Values, fold, make_layout, make_spec
@@ -100,9 +101,12 @@ class ModelFree:
         self.scheduler.submit(job)
         return job
 
-    def step(self) -> Turn[Asked] | None:
-        """One turn, with everything checked. ``None`` when nothing could be computed."""
-        turn = self.scheduler.turn()
+    def step(self, right: Mapping[Asked, tuple[int, int]] = MappingProxyType({})) -> Turn[Asked] | None:
+        """One turn, with everything checked. ``None`` when nothing could be computed.
+
+        right: jobs that get drafts, with how many of them are right, and how many follow that are not.
+        """
+        turn = self.scheduler.turn({job.number: self.drafts(job, *counts) for job, counts in right.items()})
         self.on_turn()
         for job in self.scheduler.take_refused():
             self.ended.append(job)
@@ -115,15 +119,18 @@ class ModelFree:
         rows = list(self.scheduler.decoding)
         assert len(rows) == turn.decode_rows
         self.run(turn)
-        ready = self.scheduler.complete(turn)
+        drafting = [chunk for chunk in turn.chunks if len(chunk.drafts)]
+        accepted = [self.accepted(chunk) for chunk in drafting]
+        ready = self.scheduler.complete(turn, accepted)
         self.log.append(
             (
                 tuple(job.number for job in rows),
-                tuple((each.job.number, each.start, each.count) for each in turn.chunks),
+                tuple((each.job.number, each.start, each.count, *each.drafts.tolist()) for each in turn.chunks),
             )
         )
-        for job in [*rows, *ready]:
-            job.output.append(next_token(self.text(job)))
+        new = dict.fromkeys([*rows, *ready], 1) | {chunk.job: count for chunk, count in zip(drafting, accepted)}
+        for job, count in new.items():
+            job.output += alone(self.text(job), count)
             if len(job.output) >= job.stop_after:
                 self.finish(job)
         if self.copies_run:
@@ -135,7 +142,23 @@ class ModelFree:
         sequences = turn.plan.plans[0].sequences
         jobs = {id(job.sequence): job for job in self.scheduler.jobs() if job.sequence is not None}
         texts = {id(sequence): self.text(jobs[id(sequence)]) for sequence in sequences}
-        self.values.run(turn.step, sequences, texts)
+        kept = [1] * turn.decode_rows
+        for chunk in turn.chunks:
+            kept.append(self.accepted(chunk) if len(chunk.drafts) else chunk.count)
+            if len(chunk.drafts):
+                text = self.text(chunk.job)
+                texts[id(chunk.job.sequence)] = np.append(text, alone(text, len(chunk.drafts))).astype(np.int32)
+        self.values.run(turn.step, sequences, texts, kept)
+
+    def drafts(self, job: Asked, right: int, wrong: int) -> np.ndarray:
+        """Tokens that will come, and behind them some that will not."""
+        return np.array(alone(self.text(job), right) + [1] * wrong, np.int32)
+
+    def accepted(self, chunk: Chunk[Asked]) -> int:
+        """The newest token and the drafts that were right, as far as the job goes on."""
+        truth = alone(self.text(chunk.job), len(chunk.drafts))
+        right = next((n for n, (a, b) in enumerate(zip(chunk.drafts.tolist(), truth)) if a != b), len(truth))
+        return min(1 + right, chunk.job.stop_after - len(chunk.job.output))
 
     def text(self, job: Asked) -> np.ndarray:
         return np.concatenate([job.prompt, np.array(job.output, np.int32)])

@@ -13,9 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from kvist.errors import KvistError
-from kvist.iterations.records import BranchRecord, RecordError
+from kvist.iterations.records import Begin, BranchRecord, DeviceGroup, Group, RecordError, StepRecord, Tier
 from kvist.views.charts import Chart, Series, boxes, svg, ticks
 from kvist.views.report import command
+from kvist.views.slices import Run
 
 
 class Page(HTMLParser):
@@ -194,6 +195,28 @@ def test_what_cannot_be_read_or_written(records, tmp_path) -> None:
     with pytest.raises(KvistError) as caught:
         report(records, "-o", tmp_path)
     assert str(caught.value) == f"cannot write {tmp_path}: Is a directory"
+
+
+def run_of(times: list[float], held: list[int]) -> Run:
+    """Steps at these times, with so many pages of ten held, cut into five slices."""
+    group = Group("g", 1, 10)
+    begin = Begin("", 0.0, "s", 4, (Tier("device", 10, (group,)),))
+    steps = [
+        StepRecord(number, when, (DeviceGroup(held=pages),), computed_tokens=1)
+        for number, (when, pages) in enumerate(zip(times, held))
+    ]
+    return Run.of(begin, steps, 5)
+
+
+def test_a_moment_between_two_slices_belongs_to_the_earlier_one() -> None:
+    run = run_of([float(when) for when in range(1, 11)], [0] * 10)
+    assert [each.totals.counts["computed_tokens"] for each in run.slices] == [2, 2, 2, 2, 2]
+
+
+def test_where_nothing_happens_pages_stay_where_they_are() -> None:
+    run = run_of([3.0, 10.0], [4, 7])
+    held = [None if each.last is None else each.last.groups[0].held for each in run.slices]
+    assert held == [None, 4, 4, 4, 7]
 
 
 # Pictures.

@@ -110,7 +110,7 @@ def board_of(iterations: Iterations, tmp_path, window: float = 30.0) -> Board:
     path.write_bytes(iterations.since())
     begin, records = read_run(path)
     board = Board(begin, window)
-    board.take(records)
+    board.take(begin, records)
     return board
 
 
@@ -129,6 +129,18 @@ def test_the_view_says_what_the_records_say(tmp_path) -> None:
     assert any(line == "prefill 30.00 30.00 30.00" for line in lines)
     assert any(line == "decode 2.00 2.00 2.00" for line in lines)
     assert not any(line.startswith("transfer") for line in lines)
+
+
+def test_totals_say_when_they_lack_something(tmp_path) -> None:
+    manager = manager_of(12)
+    iterations = Iterations(manager, keep=2)
+    sequence = manager.open(tokens(range(8)))
+    for _ in range(5):
+        iterations.step(compute(manager, sequence, 1))
+    board = board_of(iterations, tmp_path)
+    board.take(iterations.begin, [])
+    text = shown(board)
+    assert "without 3 lost records" in text and "since the start" not in text
 
 
 def test_trouble_is_shown_and_what_was_seen_stays(tmp_path) -> None:

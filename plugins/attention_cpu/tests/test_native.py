@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import kvist
 import kvist_attention_cpu
+from kvist import native as compiling
 from kvist.cli import app
 from kvist.errors import PluginError
 from kvist.plugins.loading import load
@@ -52,7 +53,10 @@ def _compiler(path: Path, script: str) -> str:
 
 @needs_compiler
 def test_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
-    code = f"from kvist_attention_cpu import native; print(native.build(native.find_compiler(), {QUICK}))"
+    code = (
+        "from kvist import native as compiling; from kvist_attention_cpu import native;"
+        f"print(compiling.build(native.SOURCE, compiling.find_compiler(), {QUICK}))"
+    )
     places = [str(Path(module.__file__).parents[1]) for module in (kvist, kvist_attention_cpu)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-c", code]
@@ -78,28 +82,28 @@ def test_the_kernel_is_cached_and_uses_the_openmp_runtime_of_torch(tmp_path: Pat
 
 @needs_compiler
 def test_the_name_covers_flags_and_compiler(tmp_path: Path) -> None:
-    compiler = native.find_compiler()
-    first = native.build(compiler, QUICK)
+    compiler = compiling.find_compiler()
+    first = compiling.build(native.SOURCE, compiler, QUICK)
     changed = first.stat().st_mtime_ns
-    assert native.build(compiler, QUICK) == first
+    assert compiling.build(native.SOURCE, compiler, QUICK) == first
     assert first.stat().st_mtime_ns == changed, "it was built again"
-    assert native.build(compiler, (*QUICK, "-DOTHER")) != first
+    assert compiling.build(native.SOURCE, compiler, (*QUICK, "-DOTHER")) != first
     wrapped = _compiler(tmp_path / "mycc", f'exec {" ".join(compiler)} "$@"\n')
-    assert native.build([wrapped], QUICK) != first
+    assert compiling.build(native.SOURCE, [wrapped], QUICK) != first
 
 
 def test_what_a_broken_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'case "$1" in --version) echo 1.0;; *) echo "kernel.c:1: no such luck" >&2; exit 3;; esac\n'
+    script = 'case "$1" in --version) echo 1.0;; *) echo "attention.c:1: no such luck" >&2; exit 3;; esac\n'
     broken = _compiler(tmp_path / "badcc", script)
     monkeypatch.setenv("CC", broken)
-    assert native.why_not() == f"{broken} ended with status 3: kernel.c:1: no such luck"
+    assert native.why_not() == f"{broken} ended with status 3: attention.c:1: no such luck"
     assert _kernels(tmp_path) == []
 
 
 def test_what_a_compiler_built_and_nobody_can_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'for last; do :; done; case "$1" in --version) echo 1.0;; *) echo rubbish > "$last";; esac\n'
     monkeypatch.setenv("CC", _compiler(tmp_path / "oddcc", script))
-    with pytest.raises(native.KernelUnavailableError, match=r"invalid ELF header|file too short"):
+    with pytest.raises(compiling.KernelUnavailableError, match=r"invalid ELF header|file too short"):
         native.load_kernel()
 
 
@@ -110,8 +114,8 @@ def test_another_layout_of_the_arguments_is_refused(tmp_path: Path) -> None:
         "long kvist_scratch_floats(int a, int b, int c) { return a + b + c; }"
     )
     library = tmp_path / "old.so"
-    subprocess.run([*native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    with pytest.raises(native.KernelUnavailableError) as error:
+    subprocess.run([*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(compiling.KernelUnavailableError) as error:
         native._open(library)
     expected = ctypes.sizeof(native.LayerArguments) + ctypes.sizeof(native.StepArguments)
     assert str(error.value) == f"{library} takes arguments of 8 bytes, expected {expected}"
@@ -144,7 +148,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(
 @needs_compiler
 def test_a_cache_that_cannot_be_made_is_replaced_by_a_private_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file in the way")
-    target = native.build(native.find_compiler(), QUICK)
+    target = compiling.build(native.SOURCE, compiling.find_compiler(), QUICK)
     assert target.exists()
     assert target.parent.stat().st_mode & 0o777 == 0o700
-    assert native.build(native.find_compiler(), QUICK) == target
+    assert compiling.build(native.SOURCE, compiling.find_compiler(), QUICK) == target

@@ -38,11 +38,11 @@ def test_the_interpreter_is_on():
 def test_chunks_and_single_tokens_are_transformers(block):
     """Over closings of both kinds and a border of blocks, with all that nobody needs NaN."""
     with cache(block=block) as made:
-        request, other = made.open(40, 1), made.open(9, 2)
+        request, other = made.open(34, 1), made.open(5, 2)
         made.step([(request, 14), (other, 3)])
         made.step([(request, 1), (other, 1)])
-        made.step([(request, 19), (other, 1)])
-        made.step([(request, 6)])
+        made.step([(request, 12), (other, 1)])
+        made.step([(request, 7)])
 
 
 @pytest.mark.parametrize("start", [15, pytest.param(18, marks=pytest.mark.slow)])
@@ -51,7 +51,6 @@ def test_drafts_in_a_ring(start):
         request = made.open(30, 3)
         made.step([(request, start)])
         made.step([(request, 1, 3, 1)])
-        made.step([(request, 1, 3, 0)])
         made.step([(request, 1, 2, 2)])
 
 
@@ -80,13 +79,14 @@ def test_either_backend_goes_on_where_the_other_stopped(block):
             made.step([(request, count)])
 
 
-@pytest.mark.parametrize(("programs", "scores"), [(1, 1), pytest.param(1 << 20, 64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("programs", "scores"), [(1, 1), (1 << 20, 64)])
 def test_rows_split_over_programs_and_scores_in_slices(programs, scores, monkeypatch):
     """One program for all rows of a query or one for some; few scores at a time, down to those of one tile."""
     monkeypatch.setattr(attend, "_PROGRAMS", programs)
     monkeypatch.setattr(kernels, "_SCORES", scores)
     with cache(block=32, layers=(1, 2)) as made:
-        request = made.open(60, 5)
+        request = made.open(40, 5)
         made.step([(request, 20)])
         made.step([(request, 11)])
         made.step([(request, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from deepseek_v4_drive import Cache
+from deepseek_v4_drive import Cache, tokens
 from deepseek_v4_models import tiny
 
 from kvist.manager import Run
@@ -74,6 +74,32 @@ def test_another_cache_goes_on_with_these_rows_alone(length, here, there):
         receiver.manager.complete(step)
         receiver.step([(other, 1)])
         receiver.step([(other, 19)])
+
+
+@pytest.mark.parametrize("length", [33, 39, 48])
+@pytest.mark.parametrize("block", [16, 64])
+def test_handed_over_in_whole_pages(length, block):
+    """Between two caches whose pages lie elsewhere: every group's pages by position, and nothing but what is asked for,
+    of which the sender has more than the receiver knows already."""
+    prompt = tokens(length + 20, 8)
+    with Cache(block=block, seed=1) as sender:
+        sequence = sender.manager.open(prompt[:length])
+        sender.compute(sequence, 7)
+        hold = sender.manager.hand_over(sequence)
+    with Cache(block=block, seed=2) as receiver:
+        known = receiver.manager.open(prompt[:16])
+        receiver.compute(known)
+        receiver.manager.close(known)
+        landing = receiver.manager.land(prompt, length=length)
+        for group, (there, here) in enumerate(zip(hold.pages, landing.pages, strict=True)):
+            wanted = np.flatnonzero(here != NO_PAGE)
+            assert (there[wanted] != NO_PAGE).all()
+            pages = sender.memory.pages(group)[torch.from_numpy(there[wanted]).long()]
+            receiver.memory.pages(group)[torch.from_numpy(here[wanted]).long()] = pages
+        arrived = receiver.manager.landed(landing)
+        hold.release()
+        assert arrived.computed == length
+        receiver.compute(arrived, 6)
 
 
 def _stream(cache, rows, sequence):

@@ -193,6 +193,8 @@ def _kept(run: IntArray) -> IntArray:
 
 def _common_tokens(left: bytes, right: bytes) -> int:
     """Leading tokens, of 4 bytes each, that two keys share."""
+    if left[:4] != right[:4]:
+        return 0
     size = min(len(left), len(right))
     differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     # The lowest bit that is set lies in the first byte that differs.

@@ -57,12 +57,14 @@ def find(
     block = layout.block_tokens
     path = tree.walk(scope, tokens)
     if not path:
-        return Match(0, np.empty((len(layout.groups), 0), np.int32), path, 0, None)
+        return Match(0, tree.no_pages, path, 0, None)
     last, matched = path[-1]
     known = last.start + matched
     unit = block if whole_blocks else layout.reuse_unit
     length = max(0, min(known, limit) - backoff)
     length -= length % unit
+    if not length:
+        return Match(0, tree.no_pages, path, known, None)
     hoped = length
     pieces = [extent.pages[:, : -(-matched // block)] for extent, matched in path]
     # The last piece may be a closest child: it begins inside the block where the one before it ends only if that

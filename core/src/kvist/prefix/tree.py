@@ -60,7 +60,8 @@ class PrefixTree:
 
     def __init__(self, block_tokens: int, group_count: int) -> None:
         self.block_tokens = block_tokens
-        self.group_count = group_count
+        #: int32 ``[groups, 0]``.
+        self.no_pages: IntArray = np.empty((group_count, 0), np.int32)
         self.roots: dict[Scope, _Root] = {}
         self.extent_count = 0
         #: Blocks in idle extents: what eviction can free of every dense group.
@@ -359,8 +360,7 @@ class PrefixTree:
     def _root(self, scope: Scope) -> _Root:
         root = self.roots.get(scope)
         if root is None:
-            nothing = np.empty((self.group_count, 0), np.int32)
-            root = self.roots[scope] = _Root(self.block_tokens, None, 0, np.empty(0, np.int32), nothing)
+            root = self.roots[scope] = _Root(self.block_tokens, None, 0, np.empty(0, np.int32), self.no_pages)
             root.scope = scope
         return root
 

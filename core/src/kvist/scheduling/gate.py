@@ -38,9 +38,10 @@ class Gate:
 
     def poll(self) -> None:
         """Take in what tiers have copied."""
+        copying = 0
         for manager in self.managers:
             manager.poll()
-        copying = sum(manager.copying for manager in self.managers)
+            copying += manager.copying
         if copying < self._copying:
             # Copies keep pages.
             self.opened()

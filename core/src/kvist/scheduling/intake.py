@@ -26,8 +26,8 @@ from kvist.step import IntArray
 
 J = TypeVar("J", bound=Job)
 
-#: Waiting jobs whose prompts are looked up before one is admitted.
-_LOOKED_AT = 32
+#: Waiting jobs that are compared before one is admitted, and how many of their prompts are looked up anew in a turn.
+_LOOKED_AT, _LOOKED_UP = 256, 8
 
 
 class Intake(Generic[J]):
@@ -71,8 +71,7 @@ class Intake(Generic[J]):
         #: Prompt tokens that a step may have since pages were short; None without a limit of that kind.
         self._cap: int | None = None
         self._refused: list[J] = []
-        #: What part of a waiting job's tokens the cache had when this turn began.
-        self._shares: dict[J, float] = {}
+        self._turns = 0
 
     # ------------------------------------------------------------------ jobs come and go
 
@@ -172,7 +171,7 @@ class Intake(Generic[J]):
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        self._shares.clear()
+        self._turns += 1
         while (job := self._next()) is not None:
             if job.state is State.WAITING and not job.remote_tokens:
                 job.behind = self._prefixes.wait_for(job)
@@ -216,19 +215,23 @@ class Intake(Generic[J]):
         near = [job for job in jobs[:_LOOKED_AT] if job.rank < last]
         if len(near) < 2:
             return jobs[0]
-        return min(near, key=lambda job: (job.rank - self._ageing_s * self._cached_share(job), job.number))
+        for job in sorted(near, key=lambda job: job.looked_up)[:_LOOKED_UP]:
+            self._look_up(job)
+        while True:
+            best = min(near, key=lambda job: (job.rank - self._ageing_s * job.cached_share, job.number))
+            if best.looked_up == self._turns:
+                return best
+            # It may have been evicted meanwhile.
+            self._look_up(best)
 
-    def _cached_share(self, job: J) -> float:
-        share = self._shares.get(job)
-        if share is None:
-            if job.state is State.SUSPENDED:
-                share = 1.0
-            elif job.remote_tokens:
-                share = 0.0
-            else:
-                share = self.manager.probe(job.tokens, job.scope) / len(job.tokens)
-            self._shares[job] = share
-        return share
+    def _look_up(self, job: J) -> None:
+        if job.looked_up == self._turns:
+            return
+        job.looked_up = self._turns
+        if job.state is State.SUSPENDED:
+            job.cached_share = 1.0
+        elif not job.remote_tokens:
+            job.cached_share = self.manager.probe(job.tokens, job.scope) / len(job.tokens)
 
     def _begin(self, job: J) -> bool:
         """Give a job its sequence, unless there is no room for it now."""

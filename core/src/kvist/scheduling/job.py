@@ -100,8 +100,11 @@ class Job:
     recomputed_tokens: int = attrs.field(default=0, init=False)
     pauses: int = attrs.field(default=0, init=False)
     suspensions: int = attrs.field(default=0, init=False)
-    #: Tokens that were computed when its pages were taken.
+    #: For the scheduler: tokens that were computed when its pages were taken; what part of its tokens the cache had,
+    #: and when that was looked up.
     had_tokens: int = attrs.field(default=0, init=False)
+    cached_share: float = attrs.field(default=0.0, init=False)
+    looked_up: int = attrs.field(default=-1, init=False)
     error: Exception | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:

@@ -40,7 +40,8 @@ class Companion(Protocol):
         """The job ends or gives way: close its sequence, or suspend it."""
 
 
-@attrs.frozen(eq=False)
+# No slots: one is made in every step, and a frozen class with slots costs twice as much to make.
+@attrs.frozen(eq=False, slots=False)
 class JointPlan:
     """Plans of different managers, made at the same time."""
 
@@ -53,7 +54,10 @@ class JointPlan:
 
     @property
     def fits(self) -> bool:
-        return all(plan.fits for plan in self.plans)
+        for plan in self.plans:  # noqa: SIM110 - in every step, and three times as fast as a generator
+            if plan.shortages:
+                return False
+        return True
 
     def commit(self) -> tuple[Step, ...]:
         """One step per manager. Raises what ``Plan.commit`` raises; no manager has a step then, and nothing has changed

@@ -157,6 +157,8 @@ class Scheduler(Intake[J]):
                 return None
         self._cap = None if budget >= full else budget
         self.stats.trimmed += budget < full
+        if not chunks and not drafts:
+            return Turn(rows, (), plan.commit(), plan)
         jobs = {id(job.sequence): job for job, _ in chunks}
         taken = self._take_drafts(drafts, chunks) if drafts else {}
         if taken:

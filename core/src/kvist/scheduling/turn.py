@@ -32,7 +32,8 @@ class Chunk(Generic[J]):
         return self.start + self.count >= len(self.job.tokens)
 
 
-@attrs.frozen(eq=False)
+# No slots, as for plans.
+@attrs.frozen(eq=False, slots=False)
 class Turn(Generic[J]):
     """A committed step. Its rows: ``decode_rows`` of the jobs that decode without drafts, in the order of
     ``Scheduler.decoding``, then ``chunks``, in this order.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
 import attrs
 
 from kvist.step import IntArray
+from kvist.transfer.cutting import cut
 from kvist.transfer.messages import Evidence, Publish, unpacked
 from kvist.transfer.outcome import DONE, Outcome, Status
 from kvist.transfer.partner import Partner, Post
+from kvist.transfer.transport import Fragments
+
+#: Bytes of one write, and writes to one receiver under way at once. Messages wait behind them, signs of life too: a
+#: peer that takes so much within ``Patience.silent_s`` is not taken for dead.
+PART_BYTES, PARTS = 8 << 20, 2
 
 
 @attrs.frozen(eq=False)
@@ -25,12 +32,17 @@ class Piece:
 
 @attrs.define(eq=False)
 class _Delivery:
-    """One receiver. writing: pieces by token. refused: why it gets nothing more. told: has it had our last word?"""
+    """One receiver. begun, complete: how many pieces are. waiting: parts of pieces that are to be written; writing:
+    those that are, by token; each with its piece. left: parts of a piece without an answer. byte_counts: of pieces that
+    are begun. refused: why it gets nothing more. told: has it had our last word?"""
 
     partner: Partner
     asked: Publish
     begun: int = 0
-    writing: dict[int, int] = attrs.Factory(dict)
+    complete: int = 0
+    waiting: deque[tuple[int, Fragments]] = attrs.Factory(deque)
+    writing: dict[int, tuple[int, Fragments]] = attrs.Factory(dict)
+    left: dict[int, int] = attrs.Factory(dict)
     byte_counts: dict[int, int] = attrs.Factory(dict)
     refused: str = ""
     doubt: bool = False
@@ -92,16 +104,19 @@ class Outgoing:
     def written(self, token: int, now_s: float, failure: str = "", *, doubt: bool = False) -> None:
         """A write has its answer."""
         for delivery in self._deliveries.values():
-            piece = delivery.writing.pop(token, None)
-            if piece is None:
+            written = delivery.writing.pop(token, None)
+            if written is None:
                 continue
+            piece, part = written
             if failure:
                 delivery.refused = delivery.refused or failure
                 delivery.doubt |= doubt
-                del delivery.byte_counts[piece]
             else:
-                self.byte_count += delivery.byte_counts[piece]
-                self._report(delivery, piece)
+                self.byte_count += part.byte_count
+                delivery.left[piece] -= 1
+                if not delivery.left[piece]:
+                    delivery.complete += 1
+                    self._report(delivery, piece)
             self._advance(delivery, now_s)
 
     def lost(self, partner: Partner, reason: str, now_s: float) -> None:
@@ -130,13 +145,20 @@ class Outgoing:
         """Begin the writes that can begin; say the last word when everything has its answer."""
         if delivery.told:
             return
-        while delivery.begun < len(self._pieces) and not delivery.refused:
-            self._write(delivery, delivery.begun)
-            delivery.begun += 1
+        while not delivery.refused and len(delivery.writing) < PARTS:
+            if delivery.waiting:
+                piece, part = delivery.waiting.popleft()
+                token = self._post.write(self, delivery.partner, part, delivery.asked.grant)
+                delivery.writing[token] = piece, part
+            elif delivery.begun < len(self._pieces):
+                self._begin(delivery, delivery.begun)
+                delivery.begun += 1
+            else:
+                break
         if delivery.writing:
             return
         asked = delivery.asked
-        if self._all_there and len(delivery.byte_counts) == len(self._pieces):
+        if self._all_there and delivery.complete == len(self._pieces):
             # It has been told with the last piece.
             delivery.told = delivery.done = True
             if sum(each.done for each in self._deliveries.values()) == self.receivers:
@@ -148,7 +170,7 @@ class Outgoing:
             self._post.say(delivery.partner, last_word)
             self._end(Outcome(Status.FAILED, delivery.refused), now_s)
 
-    def _write(self, delivery: _Delivery, index: int) -> None:
+    def _begin(self, delivery: _Delivery, index: int) -> None:
         piece, asked, partner = self._pieces[index], delivery.asked, delivery.partner
         try:
             end = min(piece.end, asked.length)
@@ -159,8 +181,9 @@ class Outgoing:
         except Exception as error:  # Whatever it is, the receiver must not have to wait for its deadline.
             delivery.refused = str(error) or type(error).__name__
             return
-        delivery.byte_counts[index] = fragments.byte_count
-        delivery.writing[self._post.write(self, partner, fragments, asked.grant)] = index
+        parts = list(cut(fragments, PART_BYTES))
+        delivery.byte_counts[index], delivery.left[index] = fragments.byte_count, len(parts)
+        delivery.waiting += [(index, part) for part in parts]
 
     def _report(self, delivery: _Delivery, piece: int) -> None:
         last = self._all_there and piece == len(self._pieces) - 1

@@ -95,14 +95,17 @@ class Board:
         self.last: StepRecord | None = None
         #: Of the last step itself.
         self.rows = 0
+        #: Records that were gone before anybody asked for them: the totals lack what they told.
+        self.dropped = 0
         self.finished = 0
         self.pauses = 0
         #: The newest ones.
         self.requests: deque[RequestRecord] = deque(maxlen=200)
         self._recent: deque[StepRecord] = deque()
 
-    def take(self, records: Iterable[Record]) -> None:
-        """Add what has come."""
+    def take(self, begin: Begin, records: Iterable[Record]) -> None:
+        """Add what has come, with the line before it."""
+        self.dropped += begin.dropped
         for record in records:
             if isinstance(record, StepRecord):
                 self.totals.add(record)

@@ -47,6 +47,8 @@ def _when(run: Run) -> str:
     size, unit = run.clock
     began = datetime.fromtimestamp(run.begin.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = f"Recorded {began}: {_moment(run.duration / size)} {unit}, {run.record_count:,} records."
+    if run.begin.dropped:
+        text += f" {run.begin.dropped:,} earlier ones are missing."
     if run.begin.time_unit == "steps":
         text += " No model ran; time is counted in steps of the cache."
     return text

@@ -39,7 +39,7 @@ def command(
     feed: Feed = ServerFeed(source) if remote else FileFeed(Path(source), takes)
     begin, records = feed.take()
     board = Board(begin, window_of(feed, begin.time_unit))
-    board.take(records)
+    board.take(begin, records)
     console = Console()
     if once:
         console.print(view(board))
@@ -58,7 +58,7 @@ def command(
                     trouble = ""
                     if begin.began != board.begin.began:
                         board = Board(begin, board.window)
-                    board.take(records)
+                    board.take(begin, records)
                 live.update(view(board, trouble), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -105,11 +105,12 @@ def _work(board: Board) -> RenderableType:
     per_step = now["computed_tokens"] / max(1, now["steps"])
     work.add_row("per step", f"{per_step:,.1f} tokens", f"{board.rows:,} rows in the last")
     work.add_row("requests", f"{last.running:,} running", f"{last.waiting:,} waiting, {board.finished:,} finished")
+    since = f"without {board.dropped:,} lost records" if board.dropped else "since the start"
     hits = Table.grid(padding=(0, 2))
     hits.add_column(style="dim")
     hits.add_column(justify="right")
     hits.add_column()
-    hits.add_row("hit rate", _percent(recent.hit_rate), f"{_percent(totals.hit_rate)} since the start")
+    hits.add_row("hit rate", _percent(recent.hit_rate), f"{_percent(totals.hit_rate)} {since}")
     origins = [f"{tokens:,} {tier.name}" for tokens, tier in zip(totals.reused_below, board.begin.tiers[1:])]
     origins.insert(0, f"{sofar['reused_tokens'] - sum(totals.reused_below):,} device")
     hits.add_row("reused", f"{sofar['reused_tokens']:,}", f"of {sofar['prompt_tokens']:,}: {', '.join(origins)}")

@@ -1,45 +1,21 @@
-"""Compiles the C kernel once per machine, and loads it.
-
-The library lies in ``$XDG_CACHE_HOME/kvist/kernels`` (``~/.cache`` by default) under a name that covers source,
-flags, compiler and processor. It is built under another name and renamed, so concurrent processes never see half of it.
-"""
+"""The kernel as a library: what it is called with, and why there may be none."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from kvist.errors import KvistError
+from kvist.native import KernelUnavailableError, first_variant
 
 #: What the kernel knows; it calls them by their index.
 DTYPES = ("float32", "bfloat16", "float16")
-
-_SOURCE = Path(__file__).with_name("kernel.c")
-_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-# Tried in this order. OpenMP is compiled in but not linked: its symbols must resolve to the runtime that torch has
-# loaded, for two runtimes would fight for the cores. Where torch has another one, the kernel has one thread.
-_VARIANTS: tuple[tuple[str, ...], ...] = (("-march=native", "-fopenmp"), ("-march=native",), ())
-_BUILD_LIMIT_S = 120
-
-T = TypeVar("T")
-
-
-class KernelUnavailableError(KvistError):
-    """There is no native kernel on this machine; the message says why."""
+#: Compiled by :mod:`kvist.native`.
+SOURCE = Path(__file__).with_name("attention.c")
 
 
 class StepArguments(ctypes.Structure):
-    """Mirrors ``step_arguments`` in kernel.c, field by field."""
+    """Mirrors ``step_arguments`` in attention.c, field by field."""
 
     _fields_ = (
         ("table", ctypes.c_void_p),
@@ -53,7 +29,7 @@ class StepArguments(ctypes.Structure):
 
 
 class LayerArguments(ctypes.Structure):
-    """Mirrors ``arguments`` in kernel.c, field by field."""
+    """Mirrors ``arguments`` in attention.c, field by field."""
 
     _fields_ = (
         ("step", ctypes.c_void_p),
@@ -94,60 +70,16 @@ def load_kernel() -> ctypes.CDLL:
 
     Torch must be loaded before. Raises KernelUnavailableError when there is no working compiler, or no build loads.
     """
-    return _first(_open)
+    return first_variant(SOURCE, _open)
 
 
 def why_not() -> str:
     """Why there can be no kernel on this machine; empty when one is compiled. Loads neither it nor torch."""
     try:
-        _first(lambda path: path)
+        first_variant(SOURCE, lambda path: path)
     except KernelUnavailableError as error:
         return error.message
     return ""
-
-
-def _first(use: Callable[[Path], T]) -> T:
-    """What ``use`` makes of the first variant that can be built and used. Raises KernelUnavailableError."""
-    compiler = find_compiler()
-    failures = []
-    for variant in _VARIANTS:
-        try:
-            return use(build(compiler, (*_FLAGS, *variant)))
-        except (KernelUnavailableError, OSError) as error:
-            failures.append(str(error))
-    raise KernelUnavailableError(failures[0])
-
-
-def find_compiler() -> list[str]:
-    """The C compiler's command: ``$CC``, else cc, gcc or clang. Raises KernelUnavailableError when there is none."""
-    chosen = os.environ.get("CC")
-    for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
-        command = shlex.split(candidate)
-        if command and shutil.which(command[0]):
-            return command
-    raise KernelUnavailableError(
-        f"CC={chosen} is not a program" if chosen else "there is no C compiler (cc, gcc, clang)"
-    )
-
-
-def build(compiler: Sequence[str], flags: Sequence[str]) -> Path:
-    """The library for ``flags``, built unless the cache has it.
-
-    Raises KernelUnavailableError with the compiler's first words, and OSError when the cache cannot be written.
-    """
-    source = _SOURCE.read_bytes()
-    version = _run([*compiler, "--version"])
-    parts = [source.decode(), *compiler, *flags, version, platform.machine(), _processor()]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    folder = _cache_folder()
-    target = folder / f"attention-{digest[:32]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            compiled, linked = os.path.join(place, "kernel.o"), os.path.join(place, "kernel.so")
-            _run([*compiler, *flags, "-c", str(_SOURCE), "-o", compiled])
-            _run([*compiler, "-shared", compiled, "-o", linked])
-            os.replace(linked, target)
-    return target
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -161,42 +93,3 @@ def _open(path: Path) -> ctypes.CDLL:
     if expected != found:
         raise KernelUnavailableError(f"{path} takes arguments of {found} bytes, expected {expected}")
     return library
-
-
-def _run(command: Sequence[str]) -> str:
-    """Its output. Raises KernelUnavailableError with the first line it complained with."""
-    shown = shlex.join(command[:1])
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelUnavailableError(f"{shown} failed: {error}") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise KernelUnavailableError(f"{shown} ended with status {done.returncode}: {lines[0]}")
-    return done.stdout
-
-
-def _cache_folder() -> Path:
-    """A writable folder of this user: the cache, or a private temporary one when the cache cannot be written."""
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(root) / "kvist" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: no home
-        return _private_folder()
-    return folder if os.access(folder, os.W_OK) else _private_folder()
-
-
-@functools.cache
-def _private_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="kvist-kernels-"))
-
-
-def _processor() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by unlike machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(line for line in lines if line.startswith(wanted))

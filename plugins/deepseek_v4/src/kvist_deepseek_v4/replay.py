@@ -72,8 +72,8 @@ class Replay:
         self._manager, self._memory, self._run, self._chunk = manager, memory, run, chunk_tokens
 
     def offer(self, tokens: npt.ArrayLike, scope: Scope = _SCOPE) -> Offer | None:
-        """What :meth:`open` would do for this prompt; ``None`` where no more is known than can be resumed at. Changes
-        nothing in the cache but what counts as used last."""
+        """What :meth:`open` would do for this prompt; ``None`` where no more is known than can be resumed at. Takes
+        room for the windows for a moment, for which the cache may evict what nobody uses."""
         landing = self._land(tokens, scope)
         if landing is None:
             return None

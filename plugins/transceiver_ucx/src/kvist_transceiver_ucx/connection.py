@@ -15,8 +15,9 @@ from typing import Any
 import attrs
 
 from kvist.transfer.transport import Done, Failed, Peer
+from kvist_transceiver_ucx.sends import Sent
 from kvist_transceiver_ucx.ucp import Endpoint, Request, UcxError
-from kvist_transceiver_ucx.wire import MESSAGE, Hello, header
+from kvist_transceiver_ucx.wire import MESSAGE, Answer, Hello, header
 from kvist_transceiver_ucx.writes import Write
 
 
@@ -44,8 +45,8 @@ class Connection:
     released: bool = False
     reported: bool = False
     _closing: Request | None = None
-    _waiting: deque[Write | bytes] = attrs.Factory(deque)
-    _writes: list[Write] = attrs.Factory(list)
+    _waiting: deque[Write | Sent | bytes] = attrs.Factory(deque)
+    _writes: list[Write | Sent] = attrs.Factory(list)
     _sends: list[Request] = attrs.Factory(list)
     _keys: dict[int, Any] = attrs.Factory(dict)
     _numbers: Iterator[int] = attrs.Factory(itertools.count)
@@ -57,7 +58,7 @@ class Connection:
         """Can anything be sent?"""
         return not self.ended and self.there != 0
 
-    def push(self, what: Write | bytes) -> None:
+    def push(self, what: Write | Sent | bytes) -> None:
         """A write or a message, to be sent in its turn."""
         self._waiting.append(what)
 
@@ -97,7 +98,7 @@ class Connection:
             self._sends = [request for request in self._sends if request.poll() is None]
         while self.open and self._waiting and all(write.posted for write in self._writes):
             first = self._waiting[0]
-            if isinstance(first, Write):
+            if isinstance(first, Write | Sent):
                 self._writes.append(first)
                 self._waiting.popleft()
                 more |= self._post(first)
@@ -111,12 +112,26 @@ class Connection:
                 self.send(header(MESSAGE, self.there, next(self._numbers)), first)
         return more
 
-    def _post(self, write: Write) -> bool:
+    def _post(self, write: Write | Sent) -> bool:
         assert self.endpoint is not None
+        if isinstance(write, Sent):
+            return write.post(self.endpoint, self.there)
         region = write.fragments.destination_region
         if region not in self._keys:
             self._keys[region] = self.endpoint.key(self.hello.regions[region].key)
         return write.post(self.endpoint, self._keys[region], self.hello.regions[region].address)
+
+    def answered(self, answer: Answer) -> Done | Failed | None:
+        """The peer has copied a write, or not. ``None`` if it knows of one that we do not."""
+        write = next((each for each in self._writes if isinstance(each, Sent) and each.token == answer.token), None)
+        if write is None or not write.posted:
+            return None
+        if not answer.refused:
+            write.copied = True
+            return None
+        self._writes.remove(write)
+        self._sends += write.left()
+        return Failed(write.token, answer.refused, in_doubt=answer.in_doubt)
 
     def shut(self) -> None:
         """Begin to close the endpoint, for good."""
@@ -141,7 +156,7 @@ class Connection:
             return False
         for write in self._writes:
             answers.append(Done(write.token) if write.done else Failed(write.token, self.reason, write.begun))
-        writes = [each for each in self._waiting if isinstance(each, Write)]
+        writes = [each for each in self._waiting if isinstance(each, Write | Sent)]
         answers += [Failed(write.token, self.reason, in_doubt=False) for write in writes]
         self._writes.clear()
         self._waiting.clear()

@@ -13,12 +13,25 @@ from collections.abc import Callable
 import msgspec
 
 from kvist.transfer.mailbox import Mailbox
-from kvist.transfer.transport import Closed, Connected, Done, Event, Failed, IncompatibleError, Message, PeerDown
+from kvist.transfer.transport import (
+    Closed,
+    Connected,
+    Done,
+    Event,
+    Failed,
+    IncompatibleError,
+    Int64Array,
+    Message,
+    PeerDown,
+    Revoked,
+)
 from kvist_transceiver_ucx import wire
+from kvist_transceiver_ucx.arrivals import Arrivals
 from kvist_transceiver_ucx.book import Book
 from kvist_transceiver_ucx.connection import Connection
 from kvist_transceiver_ucx.farewell import Leave
 from kvist_transceiver_ucx.place import watch
+from kvist_transceiver_ucx.sends import Sent
 from kvist_transceiver_ucx.ucp import Context, UcxError, Worker, describe
 from kvist_transceiver_ucx.writes import Write
 
@@ -39,11 +52,12 @@ _REMEMBERED = 1024
 class Progress:
     """Moves everything on. Other threads only :meth:`submit`.
 
-    book: connections, shared with the transport. mailbox: for events, and for what ends the thread.
+    book: connections, shared with the transport. mailbox: for events, and for what ends the thread. arrivals: what
+    peers write here by messages.
     """
 
-    def __init__(self, context: Context, book: Book, mailbox: Mailbox) -> None:
-        self._context, self._book, self._mailbox = context, book, mailbox
+    def __init__(self, context: Context, book: Book, mailbox: Mailbox, arrivals: Arrivals) -> None:
+        self._context, self._book, self._mailbox, self._landing = context, book, mailbox, arrivals
         self._commands: deque[Callable[[], None]] = deque()
         self._arrivals: deque[tuple[bytes, bytes]] = deque()
         self._worker = Worker(context, lambda packed, data: self._arrivals.append((packed, data)))
@@ -84,12 +98,22 @@ class Progress:
         greeting = wire.Greeting(connection.hello.identity, connection.key, self.hello)
         self._send(connection, wire.header(wire.GREETING), wire.encode(greeting))
 
-    def push(self, connection: Connection, what: Write | bytes) -> None:
+    def push(self, connection: Connection, what: Write | Sent | bytes) -> None:
         """Send a write or a message in its turn."""
         if not connection.ended or connection.endpoint is not None:
             connection.push(what)
-        elif isinstance(what, Write):
+        elif isinstance(what, Write | Sent):
             self._events.append(Failed(what.token, connection.reason, in_doubt=False))
+
+    def give(self, connection: Connection, grant: int, region: int, begins: Int64Array, ends: Int64Array) -> None:
+        """Let the peer write there."""
+        if not connection.ended and not connection.leaving:
+            self._landing.give(connection, grant, region, begins, ends)
+
+    def revoke(self, grant: int) -> None:
+        """Let nobody write under it any more."""
+        self._landing.revoke(grant)
+        self._events.append(Revoked(grant))
 
     def leave(self, connection: Connection) -> None:
         """The connection has been given up."""
@@ -288,6 +312,7 @@ class Progress:
         self._confirm(connection)
 
     def _forget(self, connection: Connection, *, report: bool = True) -> None:
+        self._landing.forget(connection)
         if report:
             self._events.append(Closed(connection.peer))
         descriptor = self._book.forget(connection)
@@ -306,6 +331,17 @@ class Progress:
                 connection = self._book.by_key(key)
                 if connection is not None and not connection.ended:
                     self._deliver(connection, connection.arrived(number, data))
+            elif kind == wire.WRITE:
+                connection = self._book.by_key(key)
+                if connection is not None and not connection.ended and not connection.leaving:
+                    answer = self._landing.take(connection, number, *wire.read_frame(data))
+                    if answer is not None:
+                        self._send(connection, wire.header(wire.ANSWER, connection.there), wire.encode(answer))
+            elif kind == wire.ANSWER:
+                connection = self._book.by_key(key)
+                if connection is not None and not connection.ended:
+                    failed = connection.answered(msgspec.msgpack.decode(data, type=wire.Answer))
+                    self._events += [] if failed is None else [failed]
             elif kind == wire.GREETING:
                 self._greeted(msgspec.msgpack.decode(data, type=wire.Greeting))
             elif kind == wire.WELCOME:
@@ -314,7 +350,7 @@ class Progress:
                     self._opened(connection, msgspec.msgpack.decode(data, type=wire.Welcome).key)
             elif kind == wire.FAREWELL:
                 self._left(key, msgspec.msgpack.decode(data, type=wire.Farewell))
-        except (struct.error, msgspec.DecodeError):
+        except (struct.error, ValueError, msgspec.DecodeError):
             pass  # Whoever sent it is none of our peers: they have shown a hello of our version.
 
     def _deliver(self, connection: Connection, messages: list[bytes]) -> None:
@@ -337,7 +373,7 @@ class Progress:
         for old in self._book.all(hello.identity):
             # It greets anew only when it has ended what was before.
             self._released(old, "it has disconnected")
-        refusal = ""
+        refusal = "it has disconnected" if self._stopping else ""
         try:
             if greeting.meant != mine.identity:
                 refusal = f"{mine.name!r} is not the one that was meant: another process has its address"

@@ -27,15 +27,17 @@ from kvist.transfer.transport import (
     require_short,
 )
 from kvist_transceiver_ucx import wire
+from kvist_transceiver_ucx.arrivals import Arrivals
 from kvist_transceiver_ucx.book import Book
 from kvist_transceiver_ucx.library import load
 from kvist_transceiver_ucx.place import here
 from kvist_transceiver_ucx.progress import Progress
+from kvist_transceiver_ucx.sends import Sent
 from kvist_transceiver_ucx.ucp import Context, Memory, prove
 from kvist_transceiver_ucx.writes import Write
 
-#: Of any UCX; ``devices`` is what the library says. A peer that lives keeps what it has mapped, and UCX can take
-#: nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
+#: Of an end that may share memory; ``devices`` is what the library says. A peer that lives keeps what it has mapped,
+#: and UCX can take nothing back: only its farewell or its death is a fence, and either comes before ``PeerDown``.
 CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     allocates=True,
@@ -45,6 +47,9 @@ CAPABILITIES = Capabilities(
     detects_death=True,
     target_must_progress=True,
 )
+
+#: Of an end without shared memory: peers send their writes as messages, and it copies them itself.
+ALONE = attrs.evolve(CAPABILITIES, grants=True, close_is_fence=True)
 
 #: Lanes through memory that processes share. A list of lanes without any of these cannot reach our memory directly.
 _SHARED = {"all", "shm", "sm", "mm", "posix", "sysv", "xpmem", "cma", "knem"}
@@ -75,15 +80,18 @@ class UcxTransport:
         self.identity = uuid.uuid4().hex
         self._context = Context(load(library), settings or {})
         prove(self._context)
-        self.capabilities = attrs.evolve(CAPABILITIES, devices=self._context.devices())
+        self._shares_memory = self._may_share_memory()
+        declared = CAPABILITIES if self._shares_memory else ALONE
+        self.capabilities = attrs.evolve(declared, devices=self._context.devices())
         self._memories: list[Memory] = []
         self._regions: list[Region] = []
         self._hello: bytes | None = None
         self._closed = False
         self._mailbox = Mailbox()
         self._book = Book(self.name)
-        self._progress = Progress(self._context, self._book, self._mailbox)
-        self._place, self._shares_memory = here(), self._may_share_memory()
+        arrivals = Arrivals(lambda: self._regions, grants=self.capabilities.grants)
+        self._progress = Progress(self._context, self._book, self._mailbox, arrivals)
+        self._place = here()
 
     def allocate(self, byte_count: int, device: str = "cpu") -> Region:
         if device != "cpu":
@@ -118,7 +126,7 @@ class UcxTransport:
             self._require_open()
             if self._hello is None:
                 regions = [
-                    wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key())
+                    wire.RemoteRegion(region.address, memory.allocated, region.byte_count, memory.key(), region.device)
                     for region, memory in zip(self._regions, self._memories)
                 ]
                 self._progress.hello = wire.Hello(
@@ -148,10 +156,17 @@ class UcxTransport:
             return connection.peer
 
     def grant(self, peer: Peer, grant: int, region: Region, begins: Int64Array, ends: Int64Array) -> None:
-        raise TransferError("UCX checks no grants", hint="capabilities.grants says so")
+        self._require_grants()
+        order = np.argsort(begins)
+        with self._book.lock:
+            connection = self._book.of(peer)
+            if connection is not None:
+                granted = connection, grant, region.id, begins[order], ends[order]
+                self._progress.submit(lambda: self._progress.give(*granted))
 
     def revoke(self, grant: int) -> None:
-        raise TransferError("UCX takes back no grants", hint="capabilities.grants says so")
+        self._require_grants()
+        self._progress.submit(lambda: self._progress.revoke(grant))
 
     def write(self, peer: Peer, fragments: Fragments, grant: int, token: int) -> None:
         require_inside(fragments, self._regions[fragments.source_region])
@@ -160,12 +175,15 @@ class UcxTransport:
             if connection is None or connection.ended or connection.leaving:
                 self._mailbox.say(Failed(token, f"{peer} is gone", in_doubt=False))
                 return
-            refusal = _beyond(fragments, connection.hello) or self._unshared(fragments, connection.hello)
+            refusal = _beyond(fragments, connection.hello) or self._unreachable(fragments, connection.hello)
             if refusal:
                 self._mailbox.say(Failed(token, refusal, in_doubt=False))
                 return
             self._mailbox.expect(token)
-            write = Write(token, fragments, self._memories[fragments.source_region])
+            memory = self._memories[fragments.source_region]
+            write: Write | Sent = Sent(token, fragments, memory, grant)
+            if self._puts(fragments, connection.hello):
+                write = Write(token, fragments, memory)
             self._progress.submit(lambda: self._progress.push(connection, write))
 
     def message(self, peer: Peer, data: bytes) -> None:
@@ -202,19 +220,31 @@ class UcxTransport:
         if self._closed:
             raise TransferError(f"the ucx transport of {self.name!r} is closed")
 
-    def _unshared(self, fragments: Fragments, hello: wire.Hello) -> str:
-        """Why memory that the peer registered must not be written; empty if it may.
+    def _require_grants(self) -> None:
+        if not self.capabilities.grants:
+            raise TransferError("this end of UCX may share memory and checks no grants", hint="capabilities.grants")
 
-        Over shared memory UCX would send such bytes as messages, and the receiving process crashes if the sender is
-        killed meanwhile (seen with UCX 1.22).
+    def _puts(self, fragments: Fragments, hello: wire.Hello) -> bool:
+        """Does UCX write by itself, or does the peer copy what we send?
+
+        UCX writes memory that both processes have mapped. All else it would send as messages of its own, over shared
+        memory too, and the receiving process ends when the sender is killed meanwhile. Memory of other devices only UCX
+        can reach.
         """
         near = hello.place.machine == self._place.machine and hello.shares_memory and self._shares_memory
-        if not near or not len(fragments) or hello.regions[fragments.destination_region].allocated:
+        if not len(fragments):
+            return near
+        target, source = hello.regions[fragments.destination_region], self._regions[fragments.source_region]
+        return (near and target.allocated) or "cpu" not in (target.device, source.device)
+
+    def _unreachable(self, fragments: Fragments, hello: wire.Hello) -> str:
+        """Why there is no way for a write; empty if there is one."""
+        if not len(fragments) or self._puts(fragments, hello):
             return ""
-        return (
-            f"region {fragments.destination_region} of {hello.name!r} was registered; over shared memory only what "
-            "allocate() gave can be written"
-        )
+        ours, theirs = self._regions[fragments.source_region], hello.regions[fragments.destination_region]
+        if ours.device == theirs.device == "cpu":
+            return ""
+        return f"there is no way from {ours.device} memory to {theirs.device} memory of {hello.name!r}"
 
     def _may_share_memory(self) -> bool:
         lanes = self._context.lanes()

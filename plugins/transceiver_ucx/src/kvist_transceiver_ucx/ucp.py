@@ -122,7 +122,7 @@ class Memory:
     """Registered memory. ``parameters``: of operations that read it."""
 
     def __init__(self, context: Context, address: int | None, byte_count: int, device: str) -> None:
-        self._context, self.allocated = context, address is None
+        self._context, self.allocated, self.byte_count = context, address is None, byte_count
         params = ffi.new("ucp_mem_map_params_t *")
         params.field_mask = d.MEM_MAP_PARAM_LENGTH | d.MEM_MAP_PARAM_MEMORY_TYPE
         params.length, params.memory_type = byte_count, d.MEMORY_TYPES[device]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
+import attrs
 import msgspec
+import numpy as np
 
-from kvist.transfer.transport import WIRE_VERSION, IncompatibleError
+from kvist.transfer.transport import WIRE_VERSION, IncompatibleError, Int64Array
 from kvist_transceiver_ucx.library import Version, dotted
 from kvist_transceiver_ucx.place import Place
 
@@ -15,16 +18,20 @@ SCHEME = "ucx"
 #: kind, key of the connection at the receiver, number of the message in its connection
 _HEADER = struct.Struct("<BQQ")
 
-GREETING, WELCOME, MESSAGE, FAREWELL = 1, 2, 3, 4
+#: grant, region, number in the write, is it the last one, fragments
+_FRAME = struct.Struct("<qII?I")
+
+GREETING, WELCOME, MESSAGE, FAREWELL, WRITE, ANSWER = 1, 2, 3, 4, 5, 6
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """Memory that a peer may write to. ``allocated``: by the transport, so that it can be shared."""
+    """Memory that a peer may write to, on a ``device``. ``allocated``: by the transport, so that it can be shared."""
 
     address: int
     allocated: bool
     byte_count: int
     key: bytes
+    device: str
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -61,6 +68,42 @@ class Farewell(msgspec.Struct, frozen=True):
 
     key: int
     reason: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To a write that the receiver copies. ``refused``: why not; empty if it has. ``in_doubt``: of one that was
+    refused, is some of it there?"""
+
+    token: int
+    refused: str
+    in_doubt: bool
+
+
+@attrs.frozen(eq=False)
+class Frame:
+    """One message of a write, before its bytes. index: its number in the write; last: is it the last one? destinations,
+    byte_counts: int64 ``[n]``."""
+
+    grant: int
+    region: int
+    index: int
+    last: bool
+    destinations: Int64Array
+    byte_counts: Int64Array
+
+    def packed(self, content: Sequence[memoryview]) -> bytes:
+        """With its bytes."""
+        head = _FRAME.pack(self.grant, self.region, self.index, self.last, len(self.destinations))
+        return b"".join((head, self.destinations.tobytes(), self.byte_counts.tobytes(), *content))
+
+
+def read_frame(packed: bytes) -> tuple[Frame, memoryview]:
+    """A message of a write, and its bytes. Raises struct.error and ValueError."""
+    grant, region, index, last, count = _FRAME.unpack_from(packed)
+    body = memoryview(packed)[_FRAME.size :]
+    destinations = np.frombuffer(body, np.int64, count)
+    byte_counts = np.frombuffer(body, np.int64, count, 8 * count)
+    return Frame(grant, region, index, last, destinations, byte_counts), body[16 * count :]
 
 
 encode = msgspec.msgpack.encode

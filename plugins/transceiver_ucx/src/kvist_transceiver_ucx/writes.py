@@ -1,4 +1,4 @@
-"""One write to a peer: puts in a window, then a flush that covers them."""
+"""One write to a peer that shares memory with us: puts in a window, then a flush that covers them."""
 
 from __future__ import annotations
 

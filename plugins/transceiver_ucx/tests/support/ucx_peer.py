@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from kvist.transfer.transport import Event, Fragments, Peer, Region, TransportContext, host_bytes
+from kvist.transfer.transport import Connected, Event, Fragments, Peer, Region, TransportContext, host_bytes
 from kvist_transceiver_ucx.transport import UcxTransport
 
 ANSWER_S = 15.0
 
 
 class End:
-    """A transport with two regions: 0 is its own memory, 1 is of the caller's. seen: all events."""
+    """A transport with two regions: 0 is its own memory, 1 is of the caller's. Where there are grants, whoever connects
+    gets one for each region, with its number. seen: all events."""
 
     def __init__(self, name: str, settings: Mapping[str, str], byte_count: int) -> None:
         self.transport = UcxTransport(TransportContext(name), settings=settings)
@@ -36,8 +37,24 @@ class End:
             assert time.monotonic() < until_s, (
                 f"not within {limit_s:g} s; seen: {[type(e).__name__ for e in self.seen]}"
             )
-            self.seen += self.transport.poll(0.02)
+            self.poll(0.02)
         return found
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        events = self.transport.poll(timeout_s)
+        for event in events:
+            if isinstance(event, Connected) and self.transport.capabilities.grants:
+                for region in self.regions:
+                    everything = np.zeros(1, np.int64), np.array([region.byte_count])
+                    self.transport.grant(event.peer, region.id, region, *everything)
+        self.seen += events
+
+    def meet(self, other: OtherProcess) -> Peer:
+        """Connect, so that both can write."""
+        peer = self.transport.connect(other.hello)
+        self.first(Connected, peer)
+        self.until(lambda: other.call("knows", self.transport.identity))
+        return peer
 
     def first(self, kind: type, peer: Peer | None = None, limit_s: float = ANSWER_S) -> Any:
         """The first event of a kind (of a peer)."""
@@ -91,7 +108,7 @@ def _main(settings: dict[str, str], byte_count: int, pipe: Connection) -> None:
     end = End("other", settings, byte_count)
     pipe.send(end.transport.hello())
     while True:
-        end.seen += end.transport.poll(0.005)
+        end.poll(0.005)
         while pipe.poll(0):
             name, arguments = pipe.recv()
             pipe.send(_do(end, name, *arguments))
@@ -102,13 +119,16 @@ def _do(end: End, name: str, *arguments: Any) -> Any:
         region, begin, count = arguments
         return end.memory[region][begin : begin + count].tobytes()
     if name == "seen":
-        end.seen += end.transport.poll(0.0)
+        end.poll()
         return end.seen
+    if name == "knows":
+        end.poll()
+        return any(isinstance(each, Connected) and each.peer.identity == arguments[0] for each in end.seen)
     if name == "connect":
         return end.transport.connect(*arguments)
     if name == "write":
         peer, made, token = arguments
-        return end.transport.write(peer, made, 0, token)
+        return end.transport.write(peer, made, made.destination_region, token)
     if name == "disconnect":
         return end.transport.disconnect(*arguments)
     raise AssertionError(name)

@@ -19,6 +19,7 @@ from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
 from kvist_transformers.job import EngineJob, Source
+from kvist_transformers.packing import PackedLinears
 from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.runtime import Runtime
 from kvist_transformers.sampling import sample
@@ -58,6 +59,8 @@ class Engine:
     restore: where sequences of models with sliding windows or states stay resumable; ``None`` is the manager's own
         choice.
     fingerprint: what tells this model's rows from another's; ``None`` samples the weights.
+    pack_weights: in bfloat16 on a CPU, give linear layers a kernel of their own and packed copies of their weights, see
+        :class:`~kvist_transformers.packing.PackedLinears`: faster, for as many bytes again.
     port: through it requests leave for other processes and come from them; the engine closes it.
     registry: where manager, adapter and backend come from; ``None`` is the process's own.
 
@@ -78,6 +81,7 @@ class Engine:
         drafter: Drafter | None = None,
         restore: RestorePolicy | None = None,
         fingerprint: str | None = None,
+        pack_weights: bool = False,
         port: Port | None = None,
         registry: Registry | None = None,
     ) -> None:
@@ -110,6 +114,7 @@ class Engine:
             self._speculation = None if drafter is None else Speculation(drafter, self.layout)
             if port is not None:
                 port.attach(self.scheduler)
+            self._packed = PackedLinears(model) if pack_weights else None
         except BaseException:
             runtime.detach()
             raise
@@ -267,6 +272,8 @@ class Engine:
         if self.iterations is not None:
             self.iterations.close()
         self._runtime.detach()
+        if self._packed is not None:
+            self._packed.detach()
         if self._port is not None:
             self._port.close()
         if self._speculation is not None:

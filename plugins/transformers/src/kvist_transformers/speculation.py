@@ -81,11 +81,16 @@ class Chosen:
 
     def __init__(self, decode_slots: Slots, chunks: Sequence[Chunk[EngineJob]]) -> None:
         self._chunks = chunks
-        self._decode_rows = len(decode_slots)
-        self._widths = np.array([1 + len(chunk.drafts) for chunk in chunks], np.int64)
+        self._drafts = any(len(chunk.drafts) for chunk in chunks)
         ends = np.array([chunk.job.slot for chunk in chunks], np.int64)
         self.rows: Slots = np.concatenate([decode_slots, ends])
-        self.slots: Slots = np.concatenate([decode_slots, np.repeat(ends, self._widths)])
+        self.slots: Slots = self.rows
+        if not self._drafts:
+            self.offsets = np.zeros(len(self.rows), np.int64)
+            return
+        self._decode_rows = len(decode_slots)
+        self._widths = np.array([1 + len(chunk.drafts) for chunk in chunks], np.int64)
+        self.slots = np.concatenate([decode_slots, np.repeat(ends, self._widths)])
         self.offsets = np.zeros(len(self.slots), np.int64)
         for start, width in self._drafting():
             self.offsets[start : start + width] = np.arange(width)
@@ -93,6 +98,9 @@ class Chosen:
     def keep(self, tokens: TokenArray, table: SlotTable) -> list[int]:
         """Give each job its tokens: those chosen as long as the drafts before them were right, up to a stop token or
         the job's limit. Returns how many the jobs with drafts got, in order."""
+        if not self._drafts:
+            table.append(self.slots, tokens)
+            return []
         single = np.ones(len(tokens), np.bool_)
         kept = []
         drafting = [chunk for chunk in self._chunks if len(chunk.drafts)]

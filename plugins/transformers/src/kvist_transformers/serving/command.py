@@ -85,6 +85,7 @@ def command(
             block_tokens=block_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            pack_weights=(dtype, device) == ("bfloat16", "cpu"),
         )
         engine.record(source=name or model, file=lines)
         if port is None:

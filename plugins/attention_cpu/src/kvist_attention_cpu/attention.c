@@ -1,4 +1,4 @@
-/* Grouped-query attention over pages, written and read in one call. Compiled by native.py, called by backend.py.
+/* Grouped-query attention over pages, written and read in one call. Compiled by kvist.native, called by backend.py.
  *
  * A page holds, for each key head, its keys as tiles [tile][element][TILE tokens] and its values as [token][element].
  * Keys with the token axis innermost need no horizontal sums: one vector holds one element of 16 tokens. Blocks that
