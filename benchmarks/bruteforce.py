@@ -56,7 +56,7 @@ class Request:
 
     def __init__(self, number: int, prompt: Tokens, output: Tokens) -> None:
         self.number = number
-        # Big-endian, so that bytes compare as token ids do.
+        # In the order in which the tree of Kvist keeps them, so that equally long matches are the same one.
         self.data = np.concatenate([prompt, output]).astype(np.int32).tobytes()
         self.prompt_length = len(prompt)
         self.remaining = len(output)

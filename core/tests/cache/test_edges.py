@@ -86,8 +86,8 @@ def test_what_lies_behind_the_used_part_keeps_its_age() -> None:
 
 
 def test_a_large_arena_evicts_a_little_ahead_and_a_small_one_does_not() -> None:
-    # One page in 256 ahead: 2 of 600, beside the one that is needed.
-    for pages, evicted in ((600, 3), (250, 1)):
+    # One page in 512 ahead: 2 of 1100, beside the one that is needed.
+    for pages, evicted in ((1100, 3), (500, 1)):
         manager = manager_of(pages)
         cached(manager, range(pages * P))
         reserve(manager, 1)
