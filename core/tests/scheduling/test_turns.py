@@ -152,6 +152,22 @@ def test_a_cached_prompt_passes_those_that_came_little_earlier() -> None:
     engine.check_outputs([*jobs, unknown, half, known, late])
 
 
+def test_a_long_queue_costs_a_few_look_ups(monkeypatch) -> None:
+    engine = ModelFree(100, History(), max_sequences=2, max_batch_tokens=64, step_s=0.01)
+    for n in range(200):
+        engine.submit(range(10 * n, 10 * n + 6), new=2)
+    looked_up = []
+    probe = engine.manager.probe
+    monkeypatch.setattr(engine.manager, "probe", lambda *arguments: looked_up.append(0) or probe(*arguments))
+    most = 0
+    while not engine.scheduler.idle:
+        looked_up.clear()
+        engine.step()
+        most = max(most, len(looked_up))
+    # Eight of those that wait, and the one that is chosen, for each of two rows.
+    assert 8 <= most <= 10
+
+
 def test_equal_ranks_go_by_submission() -> None:
     engine = ModelFree(100, History(), max_sequences=1, ageing_s=0.0)
     jobs = [engine.submit(range(10 * n, 10 * n + 3), new=1, priority=n % 3) for n in range(6)]

@@ -71,7 +71,8 @@ class Intake(Generic[J]):
         #: Prompt tokens that a step may have since pages were short; None without a limit of that kind.
         self._cap: int | None = None
         self._refused: list[J] = []
-        self._turns = 0
+        #: Turns in which somebody might have been admitted, and the latest one in which prompts were looked up.
+        self._turns = self._looked_up = 0
 
     # ------------------------------------------------------------------ jobs come and go
 
@@ -215,8 +216,10 @@ class Intake(Generic[J]):
         near = [job for job in jobs[:_LOOKED_AT] if job.rank < last]
         if len(near) < 2:
             return jobs[0]
-        for job in sorted(near, key=lambda job: job.looked_up)[:_LOOKED_UP]:
-            self._look_up(job)
+        if self._looked_up != self._turns:
+            self._looked_up = self._turns
+            for job in sorted(near, key=lambda job: job.looked_up)[:_LOOKED_UP]:
+                self._look_up(job)
         while True:
             best = min(near, key=lambda job: (job.rank - self._ageing_s * job.cached_share, job.number))
             if best.looked_up == self._turns:
