@@ -57,7 +57,7 @@ class Request:
     def __init__(self, number: int, prompt: Tokens, output: Tokens) -> None:
         self.number = number
         # Big-endian, so that bytes compare as token ids do.
-        self.data = np.concatenate([prompt, output]).astype(">i4").tobytes()
+        self.data = np.concatenate([prompt, output]).astype(np.int32).tobytes()
         self.prompt_length = len(prompt)
         self.remaining = len(output)
         self.computed = 0

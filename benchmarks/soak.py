@@ -73,6 +73,7 @@ class Load:
         self.rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self.errors: list[str] = []
+        self.longest_s: dict[str, float] = {}
         self.greedy: dict[str, str] = {}
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self.raw = httpx2.AsyncClient(base_url=url, timeout=120)
@@ -90,6 +91,7 @@ class Load:
         kinds = (self._chat, self._chat, self._chat, self._same, self._leave, self._nonsense, self._half, self._idle)
         while time.monotonic() < end:
             kind = self.rng.choice(kinds)
+            began = time.monotonic()
             try:
                 await kind()
                 self.seen[kind.__name__] += 1
@@ -98,6 +100,8 @@ class Load:
                 await asyncio.sleep(0.2)
             except Exception as error:
                 self.errors.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+            took = time.monotonic() - began
+            self.longest_s[kind.__name__] = max(took, self.longest_s.get(kind.__name__, 0.0))
 
     def _text(self, most: int) -> str:
         return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, most)))
@@ -254,7 +258,9 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
     end = time.monotonic() + 60 * minutes
     while (left := end - time.monotonic()) > 0:
         await load.run(min(ROUND_S, 15 * minutes, left))
+        began = time.monotonic()
         found = await load.settle()
+        settled_s = time.monotonic() - began
         wrong += faults(found, before)
         before = found
         health = await load.raw.get("/health")
@@ -266,7 +272,7 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
         files.append(server.memory.num_fds())
         print(
             f"{time.strftime('%H:%M:%S')} {sum(load.seen.values())} done, {len(load.errors)} errors, "
-            f"{memory[-1] >> 20} MiB, {files[-1]} files",
+            f"{memory[-1] >> 20} MiB, {files[-1]} files, at rest after {settled_s:.1f} s",
             flush=True,
         )
     await load.close()
@@ -278,6 +284,7 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
         wrong.append(f"open files grew: {files}")
     return {
         "seen": dict(load.seen),
+        "longest_s": {kind: round(seconds, 2) for kind, seconds in load.longest_s.items()},
         "faults": wrong + load.errors,
         "memory_mib": [each >> 20 for each in memory],
         "files": files,

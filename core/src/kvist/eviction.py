@@ -54,7 +54,7 @@ class Eviction:
 NOTHING = Eviction()
 #: Pages evicted beyond the need: one part in so many of the arena, at most this many. Decoding needs a page at a time,
 #: and looking for a victim costs far more than one page.
-_AHEAD_PART, _AHEAD_MOST = 256, 128
+_AHEAD_PART, _AHEAD_MOST = 512, 128
 
 
 def choose(

@@ -1,11 +1,9 @@
-"""Building, caching and loading the kernel, and what is said where that cannot be."""
+"""Loading the kernel, and who serves where that cannot be."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
-import re
 import shutil
 import stat
 import subprocess
@@ -16,19 +14,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import kvist
-import kvist_attention_cpu
-from kvist import native as compiling
 from kvist.cli import app
 from kvist.errors import PluginError
+from kvist.native import KernelUnavailableError, find_compiler
 from kvist.plugins.loading import load
 from kvist.registry import Registry, default_registry
 from kvist_attention_cpu import native
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
-
-QUICK = ("-O0", "-fPIC")
 
 
 @pytest.fixture(autouse=True)
@@ -52,22 +46,6 @@ def _compiler(path: Path, script: str) -> str:
 
 
 @needs_compiler
-def test_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
-    code = (
-        "from kvist import native as compiling; from kvist_attention_cpu import native;"
-        f"print(compiling.build(native.SOURCE, compiling.find_compiler(), {QUICK}))"
-    )
-    places = [str(Path(module.__file__).parents[1]) for module in (kvist, kvist_attention_cpu)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(3)]
-    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    files = _kernels(tmp_path)
-    assert outputs == [str(files[0])] * 3
-    assert [bool(re.fullmatch(r"attention-[0-9a-f]{32}\.so", file.name)) for file in files] == [True]
-
-
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_kernel_is_cached_and_uses_the_openmp_runtime_of_torch(tmp_path: Path) -> None:
@@ -80,30 +58,10 @@ def test_the_kernel_is_cached_and_uses_the_openmp_runtime_of_torch(tmp_path: Pat
     assert "GOMP_parallel" in undefined.stdout
 
 
-@needs_compiler
-def test_the_name_covers_flags_and_compiler(tmp_path: Path) -> None:
-    compiler = compiling.find_compiler()
-    first = compiling.build(native.SOURCE, compiler, QUICK)
-    changed = first.stat().st_mtime_ns
-    assert compiling.build(native.SOURCE, compiler, QUICK) == first
-    assert first.stat().st_mtime_ns == changed, "it was built again"
-    assert compiling.build(native.SOURCE, compiler, (*QUICK, "-DOTHER")) != first
-    wrapped = _compiler(tmp_path / "mycc", f'exec {" ".join(compiler)} "$@"\n')
-    assert compiling.build(native.SOURCE, [wrapped], QUICK) != first
-
-
-def test_what_a_broken_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'case "$1" in --version) echo 1.0;; *) echo "attention.c:1: no such luck" >&2; exit 3;; esac\n'
-    broken = _compiler(tmp_path / "badcc", script)
-    monkeypatch.setenv("CC", broken)
-    assert native.why_not() == f"{broken} ended with status 3: attention.c:1: no such luck"
-    assert _kernels(tmp_path) == []
-
-
 def test_what_a_compiler_built_and_nobody_can_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'for last; do :; done; case "$1" in --version) echo 1.0;; *) echo rubbish > "$last";; esac\n'
     monkeypatch.setenv("CC", _compiler(tmp_path / "oddcc", script))
-    with pytest.raises(compiling.KernelUnavailableError, match=r"invalid ELF header|file too short"):
+    with pytest.raises(KernelUnavailableError, match=r"invalid ELF header|file too short"):
         native.load_kernel()
 
 
@@ -114,8 +72,8 @@ def test_another_layout_of_the_arguments_is_refused(tmp_path: Path) -> None:
         "long kvist_scratch_floats(int a, int b, int c) { return a + b + c; }"
     )
     library = tmp_path / "old.so"
-    subprocess.run([*compiling.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    with pytest.raises(compiling.KernelUnavailableError) as error:
+    subprocess.run([*find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(KernelUnavailableError) as error:
         native._open(library)
     expected = ctypes.sizeof(native.LayerArguments) + ctypes.sizeof(native.StepArguments)
     assert str(error.value) == f"{library} takes arguments of 8 bytes, expected {expected}"
@@ -143,12 +101,3 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(
     shown = CliRunner().invoke(app, ["plugins", "--load", "--json"])
     [plugin] = [each for each in json.loads(shown.stdout)["plugins"] if each["name"] == "attention-cpu"]
     assert plugin["unavailable"] == {"cpu-native": reason}
-
-
-@needs_compiler
-def test_a_cache_that_cannot_be_made_is_replaced_by_a_private_folder(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file in the way")
-    target = compiling.build(native.SOURCE, compiling.find_compiler(), QUICK)
-    assert target.exists()
-    assert target.parent.stat().st_mode & 0o777 == 0o700
-    assert compiling.build(native.SOURCE, compiling.find_compiler(), QUICK) == target

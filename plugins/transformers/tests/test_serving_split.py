@@ -118,3 +118,19 @@ def test_when_the_process_dies_prompts_are_computed_here(server):
         assert routed(server)[:2] == (near + 1, far)
         assert "kvist_prefill_open 0" in httpx2.get(f"{server.url}/metrics").text
         assert server.settled()
+
+
+def test_what_nobody_will_ask_for_holds_no_page_once_it_is_withdrawn():
+    port = make_port("shm")
+    with Engine(tiny_model(), memory="1MiB", max_batch_tokens=64, max_sequences=4, port=port) as engine:
+        handle = engine.prefill(Request(range(20, 90), max_new_tokens=5), "asked by nobody")
+        while not handle.done:
+            engine.step()
+        assert engine.manager.stats().groups[0].held == 5
+        port.withdraw("never sent")
+        port.withdraw("asked by nobody")
+        end = time.monotonic() + 20
+        while engine.manager.stats().groups[0].held and time.monotonic() < end:
+            engine.step()
+            time.sleep(0.01)
+        assert engine.manager.stats().groups[0].held == 0

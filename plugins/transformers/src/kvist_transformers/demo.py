@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvist.errors import KvistError
+from kvist.registry import default_registry
 from kvist_transformers.workload import WAVES
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def _two_processes(json_file: Path | None, quick: bool, dtype: str, threads: int
         raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16, both", param_hint="--dtype")
     console = Console()
     try:
+        # Before anything that takes time.
+        default_registry().transceiver(transport)
         with console.status("loading torch and transformers") as status:
             from kvist_transformers import models
             from kvist_transformers.disaggregation import demo as disaggregated

@@ -14,7 +14,7 @@ from kvist.transfer.background import Background
 from kvist.transfer.outcome import DONE, Outcome, Patience, TransferStats
 from kvist.transfer.pagetable import describe
 from kvist.transfer.transceiver import Transceiver
-from kvist.transfer.transfers import Receiving, Transfers
+from kvist.transfer.transfers import Receiving, Sending, Transfers
 from kvist.transfer.transport import Region, Transport, host_bytes
 from kvist_transformers.job import EngineJob
 
@@ -58,6 +58,7 @@ class Port:
         #: Both may be set later.
         self.notify, self.on_arrival = notify, on_arrival
         self._region: Region | None = None
+        self._offers: dict[str, Sending] = {}
         self._receiving: dict[EngineJob, Receiving] = {}
         #: Nobody waits for these any more, and their rows may have come all the same.
         self._unwanted: list[Receiving] = []
@@ -95,13 +96,21 @@ class Port:
 
     def send(self, name: str, sequence: Sequence) -> None:
         """Offer what a sequence has computed, and close it."""
-        self._transfers.send(name, sequence)
+        self._offers[name] = self._transfers.send(name, sequence)
+
+    def withdraw(self, name: str) -> None:
+        """Nobody will ask for what was sent under this name: its pages need not wait. Ignores what is over."""
+        offer = self._offers.get(name)
+        if offer is not None:
+            self._transfers.cancel(offer)
 
     def poll(self) -> None:
         """Give back what has been read, and let requests begin whose rows have come. Once per step."""
         if self._background.error is not None:
             self._background.stop()
         over = self._transfers.poll()
+        if over:
+            self._offers = {name: offer for name, offer in self._offers.items() if offer not in over}
         for job, receiving in list(self._receiving.items()):
             outcome = receiving.outcome
             if receiving.sequence is not None:

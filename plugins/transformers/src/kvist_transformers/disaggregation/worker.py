@@ -52,7 +52,7 @@ class Decode:
 
 @attrs.frozen
 class Cancel:
-    """Nobody wants this request any more. Not answered beside its own end; unknown names are ignored."""
+    """Nobody wants this request any more, wherever it is. Not answered; unknown names are ignored."""
 
     name: str
 
@@ -149,6 +149,8 @@ class _Worker:
                 if isinstance(command, Cancel):
                     if command.name in self._running:
                         self._running[command.name].cancel()
+                    else:
+                        self._port.withdraw(command.name)
                 elif command is not None:
                     self._running[command.name] = self._begin(command)
                 ran = True

@@ -74,7 +74,7 @@ class SplitWorker(Worker):
             return
         self._count += 1
         name = str(self._count)
-        self._away[name] = ticket
+        self._away[name], ticket.name_elsewhere = ticket, name
         self._routes.far += 1
         try:
             self._end.put(Prefill(name, request))
@@ -88,12 +88,15 @@ class SplitWorker(Worker):
 
     def _cancel(self, ticket: Ticket) -> None:
         super()._cancel(ticket)
-        names = [name for name, other in self._away.items() if other is ticket]
-        try:
-            for name in names:
-                self._end.put(Cancel(name))
-        except WorkerError as error:
-            self._lost(error)
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """The other process need not compute it, nor keep it for the engine here."""
+        if ticket.name_elsewhere is not None and self._routes.open:
+            try:
+                self._end.put(Cancel(ticket.name_elsewhere))
+            except WorkerError as error:
+                self._lost(error)
 
     def _take_away(self) -> list[Ticket]:
         away, self._away = self._away, {}
@@ -126,13 +129,14 @@ class SplitWorker(Worker):
             source = Source(ended.name, (self._hello,))
             ticket.handle = self.engine.adopt(ticket.request, source, np.array(ended.tokens, np.int32), note)
         except KvistError as error:
+            self._forget(ticket)
             self._deliver([(ticket, Update([], error=error))])
             return
         self._live.append(ticket)
         # Nobody has to wait for the rows to see the first token.
         ticket.fresh = list(ended.tokens)
         if ticket.unwanted:
-            ticket.handle.cancel()
+            self._cancel(ticket)
 
     def _arrived(self, arrival: Arrival) -> None:
         if not arrival.outcome.ok:

@@ -66,7 +66,8 @@ class Ticket:
     fresh: list[int] = attrs.Factory(list)
     given: int = 0
     unwanted: bool = False
-    #: Of a prompt that another process has computed, the tokens that were in its cache.
+    #: Its name in another process that computes its prompt, and the tokens that were in that one's cache.
+    name_elsewhere: str | None = None
     reused_elsewhere: int | None = None
 
     def note(self, _: Handle, tokens: TokenArray) -> None:
