@@ -188,7 +188,8 @@ def test_nobody_comes_in_again_before_somebody_has_ended() -> None:
     jobs = [engine.submit(range(100 * n, 100 * n + 8), new=17) for n in range(2)]
     while not jobs[1].pauses:
         engine.step()
-    newcomer = engine.submit(range(900, 901), new=1)
+    # It is the first in order, and the policy would have it.
+    newcomer = engine.submit(range(900, 901), new=1, priority=9)
     while jobs[0].state is not State.DONE:
         assert jobs[1].state is State.WAITING and newcomer.state is State.WAITING
         engine.step()
