@@ -244,11 +244,11 @@ def test_memory_that_is_not_shared():
 
 
 def test_shared_memory_has_no_name_and_goes_with_its_users():
-    before = sorted(os.listdir("/dev/shm"))
     ends = Ends(Shm(), 4096)
     ends.write(1, (0, 0, 8))
     assert ends.answer(1) == Done(1)
-    assert sorted(os.listdir("/dev/shm")) == before
+    # What is there is of others, tests that run at the same time among them.
+    assert not [name for name in os.listdir("/dev/shm") if "kvist" in name]
     ends.end()
     with open("/proc/self/maps") as maps:
         assert "memfd:kvist" not in maps.read()

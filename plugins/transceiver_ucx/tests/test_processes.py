@@ -198,6 +198,8 @@ def test_a_stopped_peer_hangs_nobody_and_comes_back(quick):
         end.until(lambda: any(isinstance(e, PeerDown) for e in other.call("seen")))
         again = end.transport.connect(other.hello)
         assert again.id != peer.id
+        # Where there are grants, it gives them to every connection anew.
+        end.until(lambda: sum(isinstance(e, Connected) for e in other.call("seen")) == 2)
         end.memory[0][:8] = 9
         end.transport.write(again, fragments([(0, 100, 8)]), 0, 1000)
         assert end.answer(1000) == Done(1000)
