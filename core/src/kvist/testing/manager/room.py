@@ -26,6 +26,21 @@ class RoomTests(ManagerAuthor):
 
         self.each(scenario, pages=5, only=limited, unless="where all groups drop blocks any length fits")
 
+    @pytest.mark.clause("CM-16")
+    def test_what_was_passed_over_can_still_go(self) -> None:
+        def scenario(engine: Engine) -> None:
+            block = engine.block
+            stem = range(2 * block)
+            for branch in (100, 200):
+                engine.turn(stem, range(branch, branch + block))
+            engine.turn(range(1000, 1000 + 3 * block))
+            # Both branches go, and then a part of their stem, which was used before the other prompt.
+            engine.turn(range(2000, 2000 + 4 * block))
+            engine.turn(range(3000, 3000 + longest(engine.manager.layout)), chunk=block)
+            engine.drained()
+
+        self.each(scenario, pages=8, only=limited, unless="where all groups drop blocks any length fits")
+
     @pytest.mark.clause("CM-17")
     def test_what_somebody_holds_is_never_evicted(self) -> None:
         def scenario(engine: Engine) -> None:
