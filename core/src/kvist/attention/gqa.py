@@ -21,8 +21,8 @@ class GQAInputs:
     window: the query at position ``p`` reads positions ``p - window + 1 .. p``; ``None`` reads all up to ``p``.
     sink_tokens: leading positions read although they left the window.
     sink_logits: ``[query heads]``, one learned extra logit per head that takes part in the softmax and carries no
-        value (GPT-OSS); ``None`` for none.
-    softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2); ``None`` for none.
+        value; ``None`` for none.
+    softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` for none.
     """
 
     query: torch.Tensor

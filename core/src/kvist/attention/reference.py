@@ -114,7 +114,7 @@ def dense_attention(
     value = value.to(dtype).repeat_interleave(group_size, dim=1)
     scores = torch.einsum("qhe,khe->hqk", query.to(dtype), key) * inputs.scale
     if inputs.softcap is not None:
-        # Gemma 2, section 2 (arXiv 2408.00118): before the mask.
+        # arXiv 2408.00118, section 2: before the mask.
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if inputs.sink_logits is not None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvist.errors import RequestError
 from kvist.spec import CacheSpec
-from kvist_transformers.request import Completion, Request
+from kvist_transformers.request import Completion, Request, TokenArray
 
 
 def check_request(request: Request, spec: CacheSpec) -> None:
@@ -37,3 +37,14 @@ def check_request(request: Request, spec: CacheSpec) -> None:
 def refused(request: Request, error: Exception) -> Completion:
     """The completion of a request that never ran."""
     return Completion(-1, len(request.tokens), np.zeros(0, np.int32), "error", 0, 0, error=error)
+
+
+def check_given(request: Request, given: TokenArray) -> None:
+    """Raises RequestError unless a request that was ``given`` these tokens elsewhere has begun and not ended."""
+    left = request.max_new_tokens - len(given)
+    if not len(given) or left < 1 or not request.stop_token_ids.isdisjoint(given.tolist()):
+        raise RequestError(
+            f"adopt() of a request with {len(given)} of {request.max_new_tokens} tokens, which has "
+            f"{'ended' if len(given) else 'not begun'}",
+            hint="adopt what prefill() ended as 'moved', with the tokens of its completion",
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -10,37 +10,22 @@ import torch
 
 from kvist.errors import CapacityError, RequestError, StateError
 from kvist.iterations.recorder import Iterations
-from kvist.iterations.records import Phase
 from kvist.registry import Registry
 from kvist.restore import RestorePolicy
 from kvist.scheduling import AdmissionPolicy, Scheduler, State, Turn
-from kvist_transformers.checks import check_request, refused
+from kvist_transformers.checks import check_given, check_request, refused
 from kvist_transformers.disaggregation.port import Port
 from kvist_transformers.drafting import Drafter
 from kvist_transformers.handle import Handle
+from kvist_transformers.inputs import model_inputs
 from kvist_transformers.job import EngineJob, Source
 from kvist_transformers.packing import PackedLinears
-from kvist_transformers.request import Completion, FinishReason, Request, TokenArray, draw_seed
+from kvist_transformers.request import Completion, FinishReason, Request, TokenArray
 from kvist_transformers.runtime import Runtime
 from kvist_transformers.sampling import sample
 from kvist_transformers.slots import Slots, SlotTable
 from kvist_transformers.speculation import Chosen, Speculation
 from kvist_transformers.stats import EngineStats
-
-#: Where a job's time counts in its record.
-_PHASES: Mapping[State, Phase] = {
-    State.WAITING: "queue",
-    State.DEFERRED: "queue",
-    State.SUSPENDED: "queue",
-    State.ARRIVING: "transfer",
-    State.LOADING: "transfer",
-    State.PREFILL: "prefill",
-    State.DECODE: "decode",
-    State.DRAFT: "decode",
-}
-
-
-_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Engine:
@@ -112,9 +97,10 @@ class Engine:
                 remote=port,
             )
             self._speculation = None if drafter is None else Speculation(drafter, self.layout)
+            self._packed = PackedLinears(model) if pack_weights else None
+            # Last, because it begins to answer peers.
             if port is not None:
                 port.attach(self.scheduler)
-            self._packed = PackedLinears(model) if pack_weights else None
         except BaseException:
             runtime.detach()
             raise
@@ -139,7 +125,7 @@ class Engine:
         not hold the request to its end; nothing else is affected then.
         """
         check_request(request, self.spec)
-        return self._enter(self._job(request), on_tokens)
+        return self._enter(EngineJob.of(request), on_tokens)
 
     def prefill(self, request: Request, name: str) -> Handle:
         """Queue a request that leaves when its prompt is computed: it ends with its first token as ``"moved"``, and
@@ -149,7 +135,7 @@ class Engine:
         """
         self._require_port("prefill()")
         check_request(request, self.spec)
-        return self._enter(self._job(request, handover=name))
+        return self._enter(EngineJob.of(request, handover=name))
 
     def adopt(
         self,
@@ -167,39 +153,8 @@ class Engine:
         """
         self._require_port("adopt()")
         check_request(request, self.spec)
-        left = request.max_new_tokens - len(given)
-        if not len(given) or left < 1 or not request.stop_token_ids.isdisjoint(given.tolist()):
-            raise RequestError(
-                f"adopt() of a request with {len(given)} of {request.max_new_tokens} tokens, which has "
-                f"{'ended' if len(given) else 'not begun'}",
-                hint="adopt what prefill() ended as 'moved', with the tokens of its completion",
-            )
-        job = self._job(request, arrival=source, given=given)
-        job.output = given
-        return self._enter(job, on_tokens)
-
-    def _job(
-        self,
-        request: Request,
-        *,
-        handover: str | None = None,
-        arrival: Source | None = None,
-        given: TokenArray = _NO_TOKENS,
-    ) -> EngineJob:
-        return EngineJob(
-            prompt=np.concatenate([request.tokens, given]) if len(given) else request.tokens,
-            # What leaves with its first token needs no room for more.
-            max_new_tokens=1 if handover is not None else request.max_new_tokens - len(given),
-            scope=request.scope,
-            priority=request.priority,
-            wishes=request.wishes,
-            remote_tokens=len(request.tokens) if len(given) else 0,
-            request=request,
-            seed=draw_seed(request.sampling),
-            handover=handover,
-            arrival=arrival,
-            given=given,
-        )
+        check_given(request, given)
+        return self._enter(EngineJob.of(request, arrival=source, given=given), on_tokens)
 
     def _enter(self, job: EngineJob, on_tokens: Callable[[Handle, TokenArray], None] | None = None) -> Handle:
         self._require_open()
@@ -254,7 +209,7 @@ class Engine:
     def record(self, *, source: str = "", keep: int = 4096, file: BinaryIO | None = None) -> Iterations:
         """Record every step and every request from now on; see :class:`~kvist.iterations.recorder.Iterations`."""
         self.iterations = Iterations(self.manager, source=source, keep=keep, file=file)
-        self.scheduler.watch(_note_phase)
+        self.scheduler.watch(EngineJob.note_phase)
         return self.iterations
 
     @property
@@ -274,10 +229,11 @@ class Engine:
         self._runtime.detach()
         if self._packed is not None:
             self._packed.detach()
-        if self._port is not None:
-            self._port.close()
         if self._speculation is not None:
             self._speculation.close()
+        # Last, because it raises while a peer may still write here.
+        if self._port is not None:
+            self._port.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -319,7 +275,7 @@ class Engine:
         try:
             with self.stats.timed("plan_ns"):
                 decode_slots = self._slots_of_rows()
-                token_ids, positions, logit_rows = self._inputs(turn, decode_slots)
+                token_ids, positions, logit_rows = model_inputs(turn, decode_slots, self._slots, self.adapter.device)
             with self.stats.timed("model_ns"):
                 self.memory.apply(turn.step)
                 begun = True
@@ -364,25 +320,6 @@ class Engine:
             self._decode_rows = rows
             self._decode_slots = np.array([job.slot for job in self.scheduler.decoding], np.int64)
         return self._decode_slots
-
-    def _inputs(self, turn: Turn[EngineJob], decode_slots: Slots) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and the rows that need logits: decode rows, then of the chunks that end in this step
-        the last row, and those of drafts."""
-        end = turn.decode_rows
-        parts = [self._slots.last[decode_slots]]
-        logit_rows = list(range(end))
-        for chunk in turn.chunks:
-            if len(chunk.drafts):
-                parts += [self._slots.last[chunk.job.slot : chunk.job.slot + 1], chunk.drafts.astype(np.int64)]
-            else:
-                parts.append(chunk.job.tokens[chunk.start : chunk.start + chunk.count].astype(np.int64))
-            end += chunk.count + len(chunk.drafts)
-            if chunk.last:
-                logit_rows += range(end - 1 - len(chunk.drafts), end)
-        device = self.adapter.device
-        token_ids = torch.from_numpy(np.concatenate(parts)).to(device)
-        positions = torch.from_numpy(turn.step.positions).to(device)
-        return token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64, device=device)
 
     def _end_finished(self, slots: Slots) -> None:
         """End the jobs of those slots whose newest token was their last."""
@@ -459,8 +396,3 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("the engine is closed")
-
-
-def _note_phase(job: EngineJob) -> None:
-    if job.timer is not None and job.state is not State.DONE:
-        job.timer.enter(_PHASES[job.state])

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 import numpy as np
 
 from kvist.iterations.recorder import RequestTimer
-from kvist.scheduling import Job
-from kvist_transformers.request import FinishReason, Request, TokenArray
+from kvist.iterations.records import Phase
+from kvist.scheduling import Job, State
+from kvist_transformers.request import FinishReason, Request, TokenArray, draw_seed
 from kvist_transformers.sampling import TokenLogprobs
+
+#: Where a job's time counts in its record.
+_PHASES: Mapping[State, Phase] = {
+    State.WAITING: "queue",
+    State.DEFERRED: "queue",
+    State.SUSPENDED: "queue",
+    State.ARRIVING: "transfer",
+    State.LOADING: "transfer",
+    State.PREFILL: "prefill",
+    State.DECODE: "decode",
+    State.DRAFT: "decode",
+}
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @attrs.frozen
@@ -44,3 +59,35 @@ class EngineJob(Job):
     output: TokenArray = attrs.field(factory=lambda: np.zeros(0, np.int32), init=False)
     logprobs: list[TokenLogprobs] = attrs.field(factory=list, init=False)
     finish_reason: FinishReason | None = attrs.field(default=None, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        *,
+        handover: str | None = None,
+        arrival: Source | None = None,
+        given: TokenArray = _NO_TOKENS,
+    ) -> EngineJob:
+        """A new job for ``request``; with a seed drawn for it where it has none."""
+        job = cls(
+            prompt=np.concatenate([request.tokens, given]) if len(given) else request.tokens,
+            # What leaves with its first token needs no room for more.
+            max_new_tokens=1 if handover is not None else request.max_new_tokens - len(given),
+            scope=request.scope,
+            priority=request.priority,
+            wishes=request.wishes,
+            remote_tokens=len(request.tokens) if len(given) else 0,
+            request=request,
+            seed=draw_seed(request.sampling),
+            handover=handover,
+            arrival=arrival,
+            given=given,
+        )
+        job.output = given
+        return job
+
+    def note_phase(self) -> None:
+        """The job is in another state: its time counts there from now on, if that is recorded."""
+        if self.timer is not None and self.state is not State.DONE:
+            self.timer.enter(_PHASES[self.state])
